@@ -1,0 +1,239 @@
+"""What every op's arguments must be, said once.
+
+Only metadata is looked at: shapes, dtypes, devices, strides. Values on a device
+are never read. Everything here also runs on fake tensors with symbolic sizes.
+"""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+ACTIVATION = (torch.bfloat16, torch.float16, torch.float32)
+GATE = (torch.float32,)
+INDEX = (torch.int32, torch.int64)
+MAX_K = 256
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+class Check:
+    """Checks one op's tensors, binding each letter of their shapes to one size."""
+
+    def __init__(self, op: str, like: Tensor, name: str) -> None:
+        self.op, self.sizes = op, {}
+        self.device, self.name = like.device, name
+
+    def fail(self, text: str, error: type[Exception] = ValueError) -> NoReturn:
+        raise error(f"{self.op}: {text}")
+
+    def require(self, condition: bool | torch.SymBool, text: Callable[[], str]) -> None:
+        """Fail when ``condition`` is false; record it when it is symbolic."""
+        if isinstance(condition, torch.SymBool):
+            torch._check(condition, lambda: f"{self.op}: {text()}")
+        elif not condition:
+            self.fail(text())
+
+    def tensor(
+        self,
+        name: str,
+        value: Tensor,
+        dims: str,
+        dtypes: tuple[torch.dtype, ...],
+        *,
+        dense: int = 0,
+        of: str = "",
+        written: bool = False,
+    ) -> None:
+        """Check one tensor.
+
+        ``dims``: letters of spec shapes ("N H K"). ``dense``: how many innermost
+        dimensions must be contiguous. ``of``: whose dtype or variant is asked for,
+        for the error text. ``written``: the op mutates it.
+        """
+        letters = dims.split()
+        if value.dim() != len(letters):
+            self.fail(
+                f"{name} must be [{', '.join(letters)}]{of}, got {value.dim()} "
+                f"dimensions: {list(value.shape)}"
+            )
+        for letter, size in zip(letters, value.shape, strict=True):
+            known = self.sizes.setdefault(letter, size)
+            self.require(
+                known == size,
+                lambda: f"{name} must be [{', '.join(letters)}] with {letter} = "
+                f"{self.sizes[letter]}{of}, got {list(value.shape)}",
+            )
+        if value.dtype not in dtypes:
+            self.fail(
+                f"{name} must be {_names(dtypes)}{of}, got {_names((value.dtype,))}",
+                TypeError,
+            )
+        if value.device != self.device:
+            self.fail(
+                f"{name} must be on {self.device} like {self.name}, got {value.device}"
+            )
+        if value.requires_grad and torch.is_grad_enabled():
+            self.fail(
+                f"{name} requires grad: the ops are inference only, call them under "
+                "torch.no_grad() or torch.inference_mode()"
+            )
+        if dense:
+            self._dense(name, value, dense)
+        if written:
+            self._no_overlap(name, value, dense)
+
+    def _dense(self, name: str, value: Tensor, dense: int) -> None:
+        want = 1
+        for dim in range(value.dim() - 1, value.dim() - 1 - dense, -1):
+            if value.shape[dim] != 1 and value.stride(dim) != want:
+                what = "dimension" if dense == 1 else f"{dense} dimensions"
+                self.fail(
+                    f"{name}'s innermost {what} must be contiguous, got shape "
+                    f"{list(value.shape)} with strides {list(value.stride())}"
+                )
+            want = want * value.shape[dim]
+
+    def _no_overlap(self, name: str, value: Tensor, dense: int) -> None:
+        inner = 1
+        for size in value.shape[value.dim() - dense :]:
+            inner = inner * size
+        for dim in range(value.dim() - dense):
+            if value.shape[dim] > 1 and value.stride(dim) < inner:
+                self.fail(
+                    f"{name} is written and must not overlap itself, got shape "
+                    f"{list(value.shape)} with strides {list(value.stride())}"
+                )
+
+    def index(self, name: str, value: Tensor | None, dims: str) -> None:
+        if value is not None:
+            self.tensor(name, value, dims, INDEX)
+
+    def pair(self, **tracks: Tensor | None) -> None:
+        """Both or neither of two optional arguments."""
+        (first, one), (second, other) = tracks.items()
+        if (one is None) != (other is None):
+            given, missing = (second, first) if one is None else (first, second)
+            self.fail(f"{given} needs {missing} beside it, got None")
+
+    def heads(self) -> None:
+        value_heads, key_heads = self.sizes["HV"], self.sizes["H"]
+        self.require(
+            key_heads > 0 and value_heads % key_heads == 0,
+            lambda: f"HV must be a multiple of H, got HV = {value_heads} and "
+            f"H = {key_heads}",
+        )
+        self.key_dim()
+
+    def key_dim(self) -> None:
+        self.require(
+            0 < self.sizes["K"] <= MAX_K,
+            lambda: f"K must be 1 to {MAX_K}, got {self.sizes['K']}",
+        )
+
+    def lower_bound(self, value: float | None, kda: bool) -> None:
+        if value is None:
+            return
+        if not kda:
+            self.fail(
+                "lower_bound is KDA's safe gate and must be None for GDN "
+                f"(a is [N, HV]), got {value}"
+            )
+        if not (value < 0 and value != float("-inf")):
+            self.fail(f"lower_bound must be a finite number below 0, got {value}")
+
+    def rows(self, cu_seqlens: Tensor | None) -> None:
+        """The batch's shape: uniform rows of N / B tokens, or cu_seqlens."""
+        tokens, batch = self.sizes["N"], self.sizes["B"]
+        if cu_seqlens is not None:
+            self.tensor("cu_seqlens", cu_seqlens, "B+1", INDEX)
+            self.require(
+                cu_seqlens.shape[0] == batch + 1,
+                lambda: f"cu_seqlens must be [B + 1] with B = {batch}, "
+                f"got {list(cu_seqlens.shape)}",
+            )
+            return
+        capacity = self.sizes.get("T")
+        if isinstance(batch, int) and batch == 0:
+            self.require(
+                tokens == 0, lambda: f"N must be 0 when B is 0, got N = {tokens}"
+            )
+            return
+        self.require(
+            tokens % batch == 0,
+            lambda: "without cu_seqlens N must be a multiple of B, got "
+            f"N = {tokens} and B = {batch}",
+        )
+        if capacity is not None:
+            self.require(
+                tokens <= capacity * batch,
+                lambda: f"D = N / B = {tokens // batch} tokens a row do not fit the "
+                f"window's T = {capacity} rows",
+            )
+
+
+def is_kda(check: Check, name: str, value: Tensor, gdn: str, kda: str) -> bool:
+    """The variant, read from the rank of ``a`` or a gate window."""
+    ranks = {len(gdn.split()): False, len(kda.split()): True}
+    if value.dim() not in ranks:
+        gdn_dims, kda_dims = (", ".join(dims.split()) for dims in (gdn, kda))
+        check.fail(
+            f"{name} must be [{gdn_dims}] (GDN) or [{kda_dims}] (KDA), got "
+            f"{value.dim()} dimensions: {list(value.shape)}"
+        )
+    return ranks[value.dim()]
+
+
+def gates(
+    check: Check, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, tokens: str
+) -> bool:
+    """a, b, A_log and dt_bias; returns whether they are KDA's."""
+    kda = is_kda(check, "a", a, f"{tokens} HV", f"{tokens} HV K")
+    variant = " (KDA, from a)" if kda else " (GDN, from a)"
+    a_dims, bias_dims = (f"{tokens} HV K", "HV K") if kda else (f"{tokens} HV", "HV")
+    check.tensor("a", a, a_dims, ACTIVATION, dense=int(kda))
+    check.tensor("b", b, f"{tokens} HV", ACTIVATION)
+    check.tensor("A_log", A_log, "HV", ACTIVATION)
+    check.tensor("dt_bias", dt_bias, bias_dims, ACTIVATION, of=variant)
+    return kda
+
+
+def projections(check: Check, q: Tensor | None, k: Tensor, v: Tensor, tokens: str) -> None:
+    """q, k and v: one dtype, the innermost dimension dense."""
+    if q is not None:
+        check.tensor("q", q, f"{tokens} H K", ACTIVATION, dense=1)
+        check.tensor("k", k, f"{tokens} H K", (q.dtype,), dense=1, of=" like q")
+        check.tensor("v", v, f"{tokens} HV V", (q.dtype,), dense=1, of=" like q")
+    else:
+        check.tensor("k", k, f"{tokens} H K", ACTIVATION, dense=1)
+        check.tensor("v", v, f"{tokens} HV V", (k.dtype,), dense=1, of=" like k")
+    check.heads()
+
+
+def windows(
+    check: Check,
+    k_window: Tensor,
+    v_window: Tensor,
+    g_window: Tensor,
+    beta_window: Tensor,
+    *,
+    kda: bool,
+    dtype: tuple[torch.dtype, ...],
+    of: str = "",
+    outer: str = "",
+    written: bool = False,
+) -> None:
+    """The four windows of one layer, or with ``outer`` = "L " of all layers."""
+    gate_dims, variant = ("R HV T K", " (KDA)") if kda else ("R HV T", " (GDN)")
+    options = {"written": written}
+    check.tensor("k_window", k_window, f"{outer}R H T K", dtype, dense=3, of=of, **options)
+    same = (k_window.dtype,)
+    check.tensor("v_window", v_window, f"{outer}R HV T V", same, dense=3, of=of, **options)
+    check.tensor(
+        "g_window", g_window, outer + gate_dims, GATE,
+        dense=3 if kda else 2, of=variant, **options,
+    )  # fmt: skip
+    check.tensor("beta_window", beta_window, f"{outer}R HV T", GATE, dense=2, **options)

@@ -1,0 +1,203 @@
+"""fold and scatter: the two ways an accepted prefix becomes the state."""
+
+from torch import Tensor
+
+from . import checks, launch, reference
+from .lowering import kernels
+from .registration import register
+
+
+def fold(
+    state: Tensor,
+    k_window: Tensor,
+    v_window: Tensor,
+    g_window: Tensor,
+    beta_window: Tensor,
+    state_indices: Tensor,
+    accept_lens: Tensor,
+    *,
+    window_indices: Tensor | None = None,
+    track_indices: Tensor | None = None,
+    track_steps: Tensor | None = None,
+    use_qk_l2norm: bool = True,
+) -> None:
+    """Replay window rows 0 .. accept-1 of each request into its state, in one launch.
+
+    With a leading layer axis L on state and windows, all layers at once. Equal to
+    ``decode`` of the same tokens bit for bit (fp32 state). Folding one window twice
+    applies it twice: the window keeps no count of what was folded.
+
+    Args:
+        state: [L, S, HV, V, K] or [S, HV, V, K] fp32, bf16 or fp16, written. Inner
+            three dense, other strides free. 16-bit states are rounded once, here.
+        k_window: [L, R, H, T, K] bf16, fp16 or fp32, before l2norm. Inner three dense.
+        v_window: [L, R, HV, T, V] in k_window's dtype. Inner three dense.
+        g_window: [L, R, HV, T] (GDN, inner two dense) or [L, R, HV, T, K] (KDA, inner
+            three dense) fp32, used verbatim.
+        beta_window: [L, R, HV, T] fp32. Inner two dense.
+        state_indices: [B] int32 or int64, the slot of each request; live ones are
+            distinct. Negative is padding; slots at or past S are skipped.
+        accept_lens: [B] int32 or int64, rows to commit, the anchor (row 0) included
+            and the bonus token not: 0 = nothing, D = all. Clamped to [0, T].
+        window_indices: [B] int32 or int64, default state_indices; a request whose
+            row lies outside [0, R) is skipped.
+        track_indices: [B] int32 or int64, slot that receives the state after row
+            ``track_steps[i]``; out of [0, S) = none. Not a slot that is live here.
+        track_steps: [B] int32 or int64, 0-based; below 0 or >= accept_lens = none.
+        use_qk_l2norm: as given to ``verify``.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was wanted and what came;
+            nothing is written.
+    """
+    _fold(
+        state, k_window, v_window, g_window, beta_window, state_indices, accept_lens,
+        window_indices=window_indices, track_indices=track_indices,
+        track_steps=track_steps, use_qk_l2norm=use_qk_l2norm,
+    )  # fmt: skip
+
+
+def _check_fold(
+    state, k_window, v_window, g_window, beta_window, state_indices, accept_lens, *,
+    window_indices=None, track_indices=None, track_steps=None, use_qk_l2norm=True,
+):  # fmt: skip
+    check = checks.Check("fold", state, "state")
+    if state.dim() not in (4, 5):
+        check.fail(
+            "state must be [S, HV, V, K] or [L, S, HV, V, K], got "
+            f"{state.dim()} dimensions: {list(state.shape)}"
+        )
+    outer = "L " if state.dim() == 5 else ""
+    check.tensor(
+        "state", state, f"{outer}S HV V K", checks.ACTIVATION, dense=3, written=True
+    )
+    kda = checks.is_kda(
+        check, "g_window", g_window, f"{outer}R HV T", f"{outer}R HV T K"
+    )
+    checks.windows(
+        check, k_window, v_window, g_window, beta_window,
+        kda=kda, dtype=checks.ACTIVATION, outer=outer,
+    )  # fmt: skip
+    check.heads()
+    check.index("state_indices", state_indices, "B")
+    check.index("accept_lens", accept_lens, "B")
+    check.index("window_indices", window_indices, "B")
+    check.pair(track_indices=track_indices, track_steps=track_steps)
+    check.index("track_indices", track_indices, "B")
+    check.index("track_steps", track_steps, "B")
+
+
+def _nothing(*args, **kwargs):
+    return None
+
+
+def _cuda_fold(
+    state, k_window, v_window, g_window, beta_window, state_indices, accept_lens, *,
+    window_indices=None, track_indices=None, track_steps=None, use_qk_l2norm=True,
+):  # fmt: skip
+    pools = (state, k_window, v_window, g_window, beta_window)
+    if state.dim() == 4:
+        pools = tuple(pool.unsqueeze(0) for pool in pools)
+    launch.fold(
+        kernels(state.device.index), *pools, state_indices, accept_lens,
+        state_indices if window_indices is None else window_indices,
+        track_indices, track_steps, use_qk_l2norm,
+    )  # fmt: skip
+
+
+_fold = register(
+    "fold(Tensor(a!) state, Tensor k_window, Tensor v_window, Tensor g_window, "
+    "Tensor beta_window, Tensor state_indices, Tensor accept_lens, *, "
+    "Tensor? window_indices=None, Tensor? track_indices=None, "
+    "Tensor? track_steps=None, bool use_qk_l2norm=True) -> ()",
+    check=_check_fold,
+    cpu=reference.fold,
+    cuda=_cuda_fold,
+    fake=_nothing,
+)
+
+
+def scatter(
+    state: Tensor,
+    intermediate: Tensor,
+    state_indices: Tensor,
+    step_indices: Tensor,
+    *,
+    source_indices: Tensor | None = None,
+    track_indices: Tensor | None = None,
+    track_steps: Tensor | None = None,
+) -> None:
+    """Copy each request's accepted snapshot back into its slot, for all layers.
+
+    The classic commit of backends whose verify keeps one state per draft token.
+
+    Args:
+        state: [L, S, *inner] any dtype, written. inner dense, other strides free.
+        intermediate: [L, R, D, *inner] in state's dtype: the state after each token.
+            inner dense, other strides free.
+        state_indices: [B] int32 or int64, the slot of each request; live ones are
+            distinct. Out of [0, S): nothing is copied.
+        step_indices: [B] int32 or int64, the accepted step, 0-based: accept_len - 1.
+            Out of [0, D), -1 above all: nothing is copied.
+        source_indices: [B] int32 or int64, the request's row of intermediate; default
+            its batch position. Out of [0, R): nothing is copied.
+        track_indices: [B] int32 or int64, slot that receives the state after step
+            ``track_steps[i]``; out of [0, S) = none. Not a slot that is live here.
+        track_steps: [B] int32 or int64; below 0 or above the accepted step = none.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was wanted and what came;
+            nothing is written.
+    """
+    _scatter(
+        state, intermediate, state_indices, step_indices,
+        source_indices=source_indices, track_indices=track_indices,
+        track_steps=track_steps,
+    )  # fmt: skip
+
+
+def _check_scatter(
+    state, intermediate, state_indices, step_indices, *, source_indices=None,
+    track_indices=None, track_steps=None,
+):  # fmt: skip
+    check = checks.Check("scatter", state, "state")
+    inner = state.dim() - 2
+    if inner < 0:
+        check.fail(f"state must be [L, S, *inner], got {list(state.shape)}")
+    letters = " ".join(f"inner{i}" for i in range(inner))
+    check.tensor(
+        "state", state, f"L S {letters}", (state.dtype,), dense=inner, written=True
+    )
+    check.tensor(
+        "intermediate", intermediate, f"L R D {letters}", (state.dtype,), dense=inner,
+        of=" like state",
+    )  # fmt: skip
+    check.index("state_indices", state_indices, "B")
+    check.index("step_indices", step_indices, "B")
+    check.index("source_indices", source_indices, "B")
+    check.pair(track_indices=track_indices, track_steps=track_steps)
+    check.index("track_indices", track_indices, "B")
+    check.index("track_steps", track_steps, "B")
+
+
+def _cuda_scatter(
+    state, intermediate, state_indices, step_indices, *, source_indices=None,
+    track_indices=None, track_steps=None,
+):  # fmt: skip
+    from .kernels import copies
+
+    copies.scatter(
+        state, intermediate, state_indices, step_indices, source_indices,
+        track_indices, track_steps,
+    )  # fmt: skip
+
+
+_scatter = register(
+    "scatter(Tensor(a!) state, Tensor intermediate, Tensor state_indices, "
+    "Tensor step_indices, *, Tensor? source_indices=None, "
+    "Tensor? track_indices=None, Tensor? track_steps=None) -> ()",
+    check=_check_scatter,
+    cpu=reference.scatter,
+    cuda=_cuda_scatter,
+    fake=_nothing,
+)

@@ -1,0 +1,373 @@
+"""The tuned lowering: NVIDIA sm_80 and newer, in Gluon.
+
+A program owns BV value rows of one head of one request and walks its tokens. The
+state lives in registers with K on 8 lanes of a warp (three shuffles end a dot
+product) and rows on the rest; the layout decides the order of every sum, so any
+(BV, warps) gives the same bits. Up to TB tokens at a time are staged in shared
+memory: keys and queries normalised, gates computed, once per program and not once
+per thread, and the windows are written on the way.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .step import (
+    advance,
+    decay_rate,
+    dot_rows,
+    exp,
+    log_decay,
+    normalized,
+    sigmoid,
+)
+
+# triton renamed the method after 3.6.
+_PUBLIC_REINTERPRET = gl.constexpr(
+    hasattr(gl.shared_memory_descriptor, "reinterpret")
+)
+
+
+@gluon.jit
+def _put(rows, tile):
+    """Store tile [TB, X] into rows that are read one at a time."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if _PUBLIC_REINTERPRET:
+        rows.reinterpret(gl.float32, tile.shape, layout).store(tile)
+    else:
+        rows._reinterpret(gl.float32, tile.shape, layout).store(tile)
+
+
+@gluon.jit
+def _put_chunks(rows, tiles):
+    for c in gl.static_range(len(tiles)):
+        _put(rows[c], tiles[c])
+
+
+@gluon.jit
+def _get_chunks(rows, t, layout: gl.constexpr):
+    out = ()
+    for c in gl.static_range(len(rows)):
+        out = out + (rows[c].index(t).load(layout),)
+    return out
+
+
+@gluon.jit
+def _chunk_buffers(KC: gl.constexpr, TB: gl.constexpr, X: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    out = ()
+    for _ in gl.static_range(KC):
+        out = out + (gl.allocate_shared_memory(gl.float32, [TB, 1, X], layout),)
+    return out
+
+
+@gluon.jit
+def _row_buffer(TB: gl.constexpr, X: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [TB, X], layout)
+
+
+@gluon.jit
+def _chunk_mask(mask_row, o_k, c: gl.constexpr, K: gl.constexpr):
+    """[rows, 32] mask of chunk c; the last chunk of an odd K is short."""
+    mask = mask_row[:, None]
+    if K % 32 != 0:
+        mask = mask & (c * 32 + o_k < K)[None, :]
+    return mask
+
+
+@gluon.jit
+def _load_chunks(p_row, o_k, mask_row, K: gl.constexpr):
+    """Rows of K numbers at p_row as chunks of 32."""
+    out = ()
+    for c in gl.static_range((K + 31) // 32):
+        p = p_row[:, None] + (c * 32 + o_k)[None, :]
+        mask = _chunk_mask(mask_row, o_k, c, K)
+        out = out + (gl.load(p, mask=mask, other=0.0),)
+    return out
+
+
+@gluon.jit
+def _store_chunks(p_row, o_k, mask_row, tiles, K: gl.constexpr):
+    for c in gl.static_range(len(tiles)):
+        p = p_row[:, None] + (c * 32 + o_k)[None, :]
+        mask = _chunk_mask(mask_row, o_k, c, K)
+        gl.store(p, tiles[c].to(p_row.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _load_state(p_row, o_k, mask_row, K: gl.constexpr):
+    raw = _load_chunks(p_row, o_k, mask_row, K)
+    out = ()
+    for c in gl.static_range(len(raw)):
+        out = out + (raw[c].to(gl.float32),)
+    return out
+
+
+@gluon.constexpr_function
+def _state_layout(BV, NW):
+    rows = max(BV // (4 * NW), 1)  # a thread's rows are neighbours: wide v and o
+    return gl.BlockedLayout([rows, 4], [4, 8], [NW, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _token_layout(NW):
+    return gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _value_layout(BV, NW):
+    lanes = min(max(BV // 4, 1), 32)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [NW, 1], [1, 0])
+
+
+@gluon.jit
+def _zero_tokens(o, first, last, i_hv, o_v, mask_v, HV: gl.constexpr, V: gl.constexpr):
+    zero = gl.zeros_like(o_v).to(o.dtype.element_ty)
+    for t in range(first, last):
+        gl.store(o + (t.to(gl.int64) * HV + i_hv) * V + o_v, zero, mask=mask_v)
+
+
+@gluon.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "wi_s", "cu_s"])
+def recur(
+    q, k, v, a, b, A_log, dt_bias, state, o, k_window, v_window, g_window, beta_window,
+    state_indices, window_indices, cu_seqlens, scale, lower_bound,
+    B, N, D, S, R, T,
+    q_n, q_h, k_n, k_h, v_n, v_h, a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
+    state_s, kw_s, vw_s, gw_s, bw_s, si_s, wi_s, cu_s,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    KDA: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
+    RAGGED: gl.constexpr, COMMIT: gl.constexpr,
+    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """verify (COMMIT False: writes windows) and decode (COMMIT True: writes state)."""
+    L: gl.constexpr = _state_layout(BV, NW)
+    P: gl.constexpr = _token_layout(NW)
+    PV: gl.constexpr = _value_layout(BV, NW)
+    LV: gl.constexpr = gl.SliceLayout(1, L)
+    NV: gl.constexpr = (V + BV - 1) // BV
+    KC: gl.constexpr = (K + 31) // 32
+    pid = gl.program_id(0)
+    i_v = pid % NV
+    i_hv = (pid // NV) % HV
+    i_b = pid // (NV * HV)
+    i_h = i_hv // (HV // H)
+    o_v = i_v * BV + gl.arange(0, BV, layout=LV)
+    mask_v = o_v < V
+    if RAGGED:
+        if i_b == B:  # one program more than rows: the tokens no row covers
+            first = gl.minimum(gl.maximum(gl.load(cu_seqlens).to(gl.int32), 0), N)
+            last = gl.minimum(gl.maximum(gl.load(cu_seqlens + B * cu_s).to(gl.int32), 0), N)
+            _zero_tokens(o, 0, first, i_hv, o_v, mask_v, HV, V)
+            _zero_tokens(o, gl.maximum(first, last), N, i_hv, o_v, mask_v, HV, V)
+            return
+        start = gl.load(cu_seqlens + i_b * cu_s).to(gl.int32)
+        end = gl.load(cu_seqlens + (i_b + 1) * cu_s).to(gl.int32)
+        start = gl.minimum(gl.maximum(start, 0), N)
+        n = gl.maximum(gl.minimum(end, N) - start, 0)
+    else:
+        start = i_b * D
+        n = D
+    slot = gl.load(state_indices + i_b * si_s).to(gl.int64)
+    if (slot < 0) | (slot >= S):
+        _zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
+        return
+    o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    p_state = state + slot * state_s + (i_hv * V + o_v) * K
+    h = _load_state(p_state, o_k, mask_v, K)
+
+    s_k = _chunk_buffers(KC, TB, 32)
+    s_q = _chunk_buffers(KC, TB, 32)
+    s_decay = _chunk_buffers(KC if KDA else 1, TB, 32 if KDA else 1)
+    s_v = _row_buffer(TB, BV)
+    s_beta = _row_buffer(TB, 1)
+    o_t = gl.arange(0, TB, layout=gl.SliceLayout(1, P))
+    o_pk = gl.arange(0, 32, layout=gl.SliceLayout(0, P))
+    o_vt = gl.arange(0, TB, layout=gl.SliceLayout(1, PV))
+    o_pv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, PV))
+    rate = decay_rate(gl.load(A_log + i_hv * A_s))
+    if not COMMIT:
+        row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
+        stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
+
+    for t0 in range(0, n, TB):
+        token = (start + t0 + o_t).to(gl.int64)
+        mask_t = t0 + o_t < n
+        b_k = _load_chunks(k + token * k_n + i_h * k_h, o_pk, mask_t, K)
+        b_q = _load_chunks(q + token * q_n + i_h * q_h, o_pk, mask_t, K)
+        token_v = (start + t0 + o_vt).to(gl.int64)
+        mask_tv = (t0 + o_vt < n)[:, None] & (o_pv < V)[None, :]
+        p_v = v + (token_v * v_n + i_hv * v_h)[:, None] + o_pv[None, :]
+        b_v = gl.load(p_v, mask=mask_tv, other=0.0)
+        beta = sigmoid(gl.load(b + token * b_n + i_hv * b_h, mask=mask_t, other=0.0).to(gl.float32))
+        if KDA:
+            b_a = _load_chunks(a + token * a_n + i_hv * a_h, o_pk, mask_t, K)
+            b_g = ()
+            for c in gl.static_range(KC):
+                dt = gl.load(
+                    dt_bias + i_hv * dt_h + (c * 32 + o_pk) * dt_k,
+                    mask=c * 32 + o_pk < K, other=0.0,
+                )  # fmt: skip
+                b_g = b_g + (log_decay(b_a[c], dt[None, :], rate, lower_bound, SAFE),)
+        else:
+            b_a = gl.load(a + token * a_n + i_hv * a_h, mask=mask_t, other=0.0)
+            dt = gl.load(dt_bias + i_hv * dt_h)
+            b_g = (log_decay(b_a, dt, rate, lower_bound, SAFE)[:, None],)
+        if not COMMIT:
+            mask_w = t0 + o_t < stored
+            if i_v == 0:
+                if i_hv % (HV // H) == 0:
+                    p_kw = k_window + row * kw_s + (i_h * T + t0 + o_t) * K
+                    _store_chunks(p_kw, o_pk, mask_w, b_k, K)
+                o_gate = i_hv * T + t0 + o_t
+                gl.store(beta_window + row * bw_s + o_gate, beta, mask=mask_w)
+                if KDA:
+                    _store_chunks(g_window + row * gw_s + o_gate * K, o_pk, mask_w, b_g, K)
+                else:
+                    p_g = g_window + row * gw_s + o_gate[:, None]
+                    gl.store(p_g, b_g[0], mask=mask_w[:, None])
+            p_vw = v_window + row * vw_s + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :]
+            gl.store(p_vw, b_v, mask=mask_tv & (t0 + o_vt < stored)[:, None])
+
+        decay = ()
+        for c in gl.static_range(len(b_g)):
+            decay = decay + (exp(b_g[c]),)
+        _put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
+        _put_chunks(s_q, normalized(b_q, scale, L2NORM))
+        _put_chunks(s_decay, decay)
+        _put(s_v, b_v.to(gl.float32))
+        _put(s_beta, beta[:, None])
+        for t in range(gl.minimum(n - t0, TB)):
+            h = advance(
+                h, _get_chunks(s_k, t, L), _get_chunks(s_decay, t, L),
+                s_v.index(t).load(LV), s_beta.index(t).load(LV),
+            )  # fmt: skip
+            b_o = dot_rows(h, _get_chunks(s_q, t, L))
+            p_o = o + ((start + t0 + t).to(gl.int64) * HV + i_hv) * V + o_v
+            gl.store(p_o, b_o.to(o.dtype.element_ty), mask=mask_v)
+    if COMMIT:
+        _store_chunks(p_state, o_k, mask_v, h, K)
+
+
+@gluon.jit(
+    do_not_specialize=["B", "S", "R", "T", "si_s", "ac_s", "wi_s", "ti_s", "ts_s"]
+)
+def fold(
+    state, k_window, v_window, g_window, beta_window, state_indices, accept_lens,
+    window_indices, track_indices, track_steps,
+    B, S, R, T,
+    state_l, state_s, kw_l, kw_s, vw_l, vw_s, gw_l, gw_s, bw_l, bw_s,
+    si_s, ac_s, wi_s, ti_s, ts_s,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    KDA: gl.constexpr, L2NORM: gl.constexpr, TRACK: gl.constexpr,
+    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = _state_layout(BV, NW)
+    P: gl.constexpr = _token_layout(NW)
+    PV: gl.constexpr = _value_layout(BV, NW)
+    LV: gl.constexpr = gl.SliceLayout(1, L)
+    NV: gl.constexpr = (V + BV - 1) // BV
+    KC: gl.constexpr = (K + 31) // 32
+    pid = gl.program_id(0)
+    i_v = pid % NV
+    i_hv = (pid // NV) % HV
+    i_b = (pid // (NV * HV)) % B
+    i_l = (pid // (NV * HV) // B).to(gl.int64)
+    i_h = i_hv // (HV // H)
+    slot = gl.load(state_indices + i_b * si_s).to(gl.int64)
+    row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
+    n = gl.minimum(gl.load(accept_lens + i_b * ac_s), T).to(gl.int32)
+    if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
+        return
+    o_v = i_v * BV + gl.arange(0, BV, layout=LV)
+    mask_v = o_v < V
+    o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    p_layer = state + i_l * state_l + (i_hv * V + o_v) * K
+    h = _load_state(p_layer + slot * state_s, o_k, mask_v, K)
+    if TRACK:
+        track = gl.load(track_indices + i_b * ti_s).to(gl.int64)
+        track_t = gl.load(track_steps + i_b * ts_s).to(gl.int64)
+        track_t = gl.where((track >= 0) & (track < S), track_t, -1)
+
+    s_k = _chunk_buffers(KC, TB, 32)
+    s_decay = _chunk_buffers(KC if KDA else 1, TB, 32 if KDA else 1)
+    s_v = _row_buffer(TB, BV)
+    s_beta = _row_buffer(TB, 1)
+    o_t = gl.arange(0, TB, layout=gl.SliceLayout(1, P))
+    o_pk = gl.arange(0, 32, layout=gl.SliceLayout(0, P))
+    o_vt = gl.arange(0, TB, layout=gl.SliceLayout(1, PV))
+    o_pv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, PV))
+    p_kw = k_window + i_l * kw_l + row * kw_s
+    p_vw = v_window + i_l * vw_l + row * vw_s
+    p_gw = g_window + i_l * gw_l + row * gw_s
+    p_bw = beta_window + i_l * bw_l + row * bw_s
+
+    for t0 in range(0, n, TB):
+        mask_t = t0 + o_t < n
+        b_k = _load_chunks(p_kw + (i_h * T + t0 + o_t) * K, o_pk, mask_t, K)
+        mask_tv = (t0 + o_vt < n)[:, None] & (o_pv < V)[None, :]
+        b_v = gl.load(
+            p_vw + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :],
+            mask=mask_tv, other=0.0,
+        )  # fmt: skip
+        o_gate = i_hv * T + t0 + o_t
+        beta = gl.load(p_bw + o_gate, mask=mask_t, other=0.0)
+        if KDA:
+            b_g = _load_chunks(p_gw + o_gate * K, o_pk, mask_t, K)
+        else:
+            b_g = (gl.load(p_gw + o_gate, mask=mask_t, other=0.0)[:, None],)
+        decay = ()
+        for c in gl.static_range(len(b_g)):
+            decay = decay + (exp(b_g[c]),)
+        _put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
+        _put_chunks(s_decay, decay)
+        _put(s_v, b_v.to(gl.float32))
+        _put(s_beta, beta[:, None])
+        for t in range(gl.minimum(n - t0, TB)):
+            h = advance(
+                h, _get_chunks(s_k, t, L), _get_chunks(s_decay, t, L),
+                s_v.index(t).load(LV), s_beta.index(t).load(LV),
+            )  # fmt: skip
+            if TRACK:
+                if t0 + t == track_t:
+                    _store_chunks(p_layer + track * state_s, o_k, mask_v, h, K)
+    _store_chunks(p_layer + slot * state_s, o_k, mask_v, h, K)
+
+
+@gluon.jit(do_not_specialize=["elements"])
+def gate(
+    a, b, A_log, dt_bias, g, beta, lower_bound, elements,
+    a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
+    HV: gl.constexpr, K: gl.constexpr, KDA: gl.constexpr, SAFE: gl.constexpr,
+    BLOCK: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    o = gl.program_id(0).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, layout=layout)
+    mask = o < elements
+    i_k = o % K
+    i_hv = (o // K) % HV
+    token = o // (K * HV)
+    rate = decay_rate(gl.load(A_log + i_hv * A_s, mask=mask, other=0.0))
+    x = gl.load(a + token * a_n + i_hv * a_h + i_k, mask=mask, other=0.0)
+    dt = gl.load(dt_bias + i_hv * dt_h + i_k * dt_k, mask=mask, other=0.0)
+    gl.store(g + o, log_decay(x, dt, rate, lower_bound, SAFE), mask=mask)
+    first = mask & (i_k == 0)
+    b_b = gl.load(b + token * b_n + i_hv * b_h, mask=first, other=0.0)
+    gl.store(beta + token * HV + i_hv, sigmoid(b_b.to(gl.float32)), mask=first)
+
+
+def recur_tile(K: int, V: int, batch: int) -> tuple[int, int]:
+    """(BV, warps) of verify and decode."""
+    return _fit(K, V, *((32, 4) if batch < 4 else (64, 2)))
+
+
+def fold_tile(K: int, V: int, batch: int) -> tuple[int, int]:
+    """(BV, warps) of fold."""
+    return _fit(K, V, *((32, 4) if batch < 4 else (32, 2)))
+
+
+def _fit(K: int, V: int, BV: int, warps: int) -> tuple[int, int]:
+    """The largest tile up to BV that divides V and leaves a thread at most 128
+    numbers of the state: more would spill."""
+    while BV > 16 and (V % BV or BV // (4 * warps) * ((K + 31) // 32) > 32):
+        BV //= 2
+    return BV, warps

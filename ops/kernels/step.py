@@ -1,0 +1,121 @@
+"""The one recurrence step and its gates, shared by verify, fold and decode.
+
+Plain Triton, so that both lowerings trace the very same operations: Gluon kernels
+call these functions too. Everything that decides bits is here and is explicit:
+multiply-adds are written as fma where they are meant to be fused, and the kernels
+compile with contraction off, so nothing else is. exp, log1p, sqrt and division use
+fp32 arithmetic only, no approximate instruction: a systematic error of an
+approximate exp would add up over the hundreds of tokens a slow decay remembers.
+
+A row of K numbers is a tuple of chunks of 32: one dot product is then a chain of
+fma across chunks and one short reduction, 8 lanes wide, where a reduction over the
+whole row would spend an addition on every element.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exp(x):
+    """e^x for x <= 89 to about 1 ulp; 0 below -87.3, so of -inf too."""
+    n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))
+    r = tl.fma(n, -0.693359375, x)
+    r = tl.fma(n, 2.12194440e-4, r)
+    p = tl.fma(r, 1.9875691500e-4, 1.3981999507e-3)
+    p = tl.fma(p, r, 8.3334519073e-3)
+    p = tl.fma(p, r, 4.1665795894e-2)
+    p = tl.fma(p, r, 1.6666665459e-1)
+    p = tl.fma(p, r, 5.0000001201e-1)
+    p = tl.fma(p, r * r, r) + 1.0
+    i = n.to(tl.int32)
+    half = i >> 1  # two factors: 2^128 alone is not a float
+    p = p * ((half + 127) << 23).to(tl.float32, bitcast=True)
+    p = p * ((i - half + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < -87.3, 0.0, p)
+
+
+@triton.jit
+def _softplus(x):
+    """max(x, 0) + log1p(e^-|x|), by log1p(y) = 2 atanh(y / (2 + y)) for 0 < y <= 1."""
+    y = exp(0.0 - tl.abs(x))
+    s = tl.div_rn(y, y + 2.0)
+    z = s * s
+    p = tl.fma(z, 0.0666666667, 0.0769230769)
+    p = tl.fma(p, z, 0.0909090909)
+    p = tl.fma(p, z, 0.1111111111)
+    p = tl.fma(p, z, 0.1428571429)
+    p = tl.fma(p, z, 0.2)
+    p = tl.fma(p, z, 0.3333333333)
+    p = tl.fma(p, z, 1.0)
+    return tl.where(x > 20.0, x, tl.fma(s + s, p, tl.maximum(x, 0.0)))
+
+
+@triton.jit
+def sigmoid(x):
+    e = exp(0.0 - tl.abs(x))
+    return tl.div_rn(tl.where(x < 0.0, e, 1.0), e + 1.0)
+
+
+@triton.jit
+def decay_rate(A_log):
+    """exp(A_log), at most the largest fp32, so that rate * 0 is 0."""
+    A_log = A_log.to(tl.float32)
+    rate = exp(tl.where(A_log > 89.0, 89.0, A_log))
+    return tl.where(rate > 3.4028234663852886e38, 3.4028234663852886e38, rate)
+
+
+@triton.jit
+def log_decay(a, dt_bias, rate, lower_bound, SAFE: tl.constexpr):
+    """g of the gate's raw input."""
+    x = a.to(tl.float32) + dt_bias.to(tl.float32)
+    if SAFE:
+        return lower_bound * sigmoid(rate * x)
+    else:
+        return (0.0 - rate) * _softplus(x)
+
+
+@triton.jit
+def dot_rows(h, x):
+    """Rows of h [V, K] times x [1, K] (or rows of its own) -> [V]."""
+    p = h[0] * x[0]
+    for c in tl.static_range(1, len(h)):
+        x_c, h_c = tl.broadcast(x[c], h[c])
+        p = tl.fma(h_c, x_c, p)
+    return tl.sum(p, axis=1)
+
+
+@triton.jit
+def normalized(x, scale, L2NORM: tl.constexpr):
+    """fp32 rows of x, each over sqrt(its sum of squares + 1e-6), times scale."""
+    rows = ()
+    for c in tl.static_range(len(x)):
+        rows = rows + (x[c].to(tl.float32),)
+    if L2NORM:
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(dot_rows(rows, rows) + 1e-6))[:, None]
+    out = ()
+    for c in tl.static_range(len(x)):
+        if L2NORM:
+            out = out + (rows[c] * inverse * scale,)
+        else:
+            out = out + (rows[c] * scale,)
+    return out
+
+
+@triton.jit
+def advance(h, k, decay, v, beta):
+    """One token: h [V, K] decays, then gains beta * (v - h k) along k.
+
+    k: [1, K] as used; decay = exp(g): one chunk (GDN) or as many as k (KDA);
+    v [V] fp32; beta [1].
+    """
+    faded = ()
+    for c in tl.static_range(len(h)):
+        faded = faded + (h[c] * decay[c % len(decay)],)
+    u = ((v - dot_rows(faded, k)) * beta)[:, None]
+    out = ()
+    for c in tl.static_range(len(h)):
+        k_c, h_c = tl.broadcast(k[c], faded[c])
+        u_c, h_c = tl.broadcast(u, faded[c])
+        out = out + (tl.fma(u_c, k_c, h_c),)
+    return out
