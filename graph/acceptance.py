@@ -21,6 +21,9 @@ def greedy_accept(
         bonus [B], target_tokens' dtype: the target's token after the last accepted
         row, the next step's anchor; -1 where accept_lens is 0.
 
+    Raises:
+        ValueError: the shapes are not these.
+
     Nothing is mutated and nothing is read on the host.
     """
     if draft_tokens.dim() != 2 or draft_tokens.shape != target_tokens.shape:

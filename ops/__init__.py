@@ -1,7 +1,7 @@
 """The ops: plain, documented functions over ``torch.ops.replayssm.*``."""
 
 from .commit import fold, scatter
-from .lowering import Lowering, lowering
+from .select import Lowering, lowering
 from .recurrence import decode, verify
 from .windows import gate, store
 

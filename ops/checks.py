@@ -12,6 +12,7 @@ from torch import Tensor
 
 ACTIVATION = (torch.bfloat16, torch.float16, torch.float32)
 GATE = (torch.float32,)
+SNAPSHOT = (*ACTIVATION, torch.float64, torch.int8, torch.uint8)
 INDEX = (torch.int32, torch.int64)
 MAX_K = 256
 
@@ -24,7 +25,7 @@ class Check:
     """Checks one op's tensors, binding each letter of their shapes to one size."""
 
     def __init__(self, op: str, like: Tensor, name: str) -> None:
-        self.op, self.sizes = op, {}
+        self.op, self.sizes, self.sources = op, {}, {}
         self.device, self.name = like.device, name
 
     def fail(self, text: str, error: type[Exception] = ValueError) -> NoReturn:
@@ -46,26 +47,29 @@ class Check:
         *,
         dense: int = 0,
         of: str = "",
+        variant: str = "",
         written: bool = False,
     ) -> None:
         """Check one tensor.
 
         ``dims``: letters of spec shapes ("N H K"). ``dense``: how many innermost
-        dimensions must be contiguous. ``of``: whose dtype or variant is asked for,
-        for the error text. ``written``: the op mutates it.
+        dimensions must be contiguous. ``of`` and ``variant``: whose dtype and what
+        shape is asked for, for the error texts. ``written``: the op mutates it.
         """
         letters = dims.split()
         if value.dim() != len(letters):
             self.fail(
-                f"{name} must be [{', '.join(letters)}]{of}, got {value.dim()} "
+                f"{name} must be [{', '.join(letters)}]{variant}, got {value.dim()} "
                 f"dimensions: {list(value.shape)}"
             )
         for letter, size in zip(letters, value.shape, strict=True):
             known = self.sizes.setdefault(letter, size)
+            self.sources.setdefault(letter, name)
             self.require(
                 known == size,
-                lambda: f"{name} must be [{', '.join(letters)}] with {letter} = "
-                f"{self.sizes[letter]}{of}, got {list(value.shape)}",
+                lambda letter=letter: f"{name} must be [{', '.join(letters)}] with {letter} = "
+                f"{self.sizes[letter]} as in {self.sources[letter]}{variant}, "
+                f"got {list(value.shape)}",
             )
         if value.dtype not in dtypes:
             self.fail(
@@ -101,12 +105,16 @@ class Check:
         inner = 1
         for size in value.shape[value.dim() - dense :]:
             inner = inner * size
-        for dim in range(value.dim() - dense):
-            if value.shape[dim] > 1 and value.stride(dim) < inner:
-                self.fail(
-                    f"{name} is written and must not overlap itself, got shape "
-                    f"{list(value.shape)} with strides {list(value.stride())}"
-                )
+        outer = zip(value.stride(), value.shape[: value.dim() - dense], strict=False)
+        # From the smallest stride up, each must step over all that came before.
+        for stride, size in sorted(outer, key=lambda dim: dim[0]):
+            if size > 1:
+                if stride < inner:
+                    self.fail(
+                        f"{name} is written and must not overlap itself, got shape "
+                        f"{list(value.shape)} with strides {list(value.stride())}"
+                    )
+                inner = inner + (size - 1) * stride
 
     def index(self, name: str, value: Tensor | None, dims: str) -> None:
         if value is not None:
@@ -197,7 +205,7 @@ def gates(
     check.tensor("a", a, a_dims, ACTIVATION, dense=int(kda))
     check.tensor("b", b, f"{tokens} HV", ACTIVATION)
     check.tensor("A_log", A_log, "HV", ACTIVATION)
-    check.tensor("dt_bias", dt_bias, bias_dims, ACTIVATION, of=variant)
+    check.tensor("dt_bias", dt_bias, bias_dims, ACTIVATION, variant=variant)
     return kda
 
 
@@ -231,9 +239,12 @@ def windows(
     options = {"written": written}
     check.tensor("k_window", k_window, f"{outer}R H T K", dtype, dense=3, of=of, **options)
     same = (k_window.dtype,)
-    check.tensor("v_window", v_window, f"{outer}R HV T V", same, dense=3, of=of, **options)
+    check.tensor(
+        "v_window", v_window, f"{outer}R HV T V", same,
+        dense=3, of=" like k_window", **options,
+    )  # fmt: skip
     check.tensor(
         "g_window", g_window, outer + gate_dims, GATE,
-        dense=3 if kda else 2, of=variant, **options,
+        dense=3 if kda else 2, variant=variant, **options,
     )  # fmt: skip
     check.tensor("beta_window", beta_window, f"{outer}R HV T", GATE, dense=2, **options)

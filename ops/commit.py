@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from . import checks, launch, reference
-from .lowering import kernels
 from .registration import register
 
 
@@ -91,18 +90,14 @@ def _nothing(*args, **kwargs):
     return None
 
 
-def _cuda_fold(
+def _arrange_fold(
     state, k_window, v_window, g_window, beta_window, state_indices, accept_lens, *,
     window_indices=None, track_indices=None, track_steps=None, use_qk_l2norm=True,
 ):  # fmt: skip
-    pools = (state, k_window, v_window, g_window, beta_window)
-    if state.dim() == 4:
-        pools = tuple(pool.unsqueeze(0) for pool in pools)
-    launch.fold(
-        kernels(state.device.index), *pools, state_indices, accept_lens,
-        state_indices if window_indices is None else window_indices,
-        track_indices, track_steps, use_qk_l2norm,
-    )  # fmt: skip
+    return (
+        state, k_window, v_window, g_window, beta_window, state_indices, accept_lens,
+        window_indices, track_indices, track_steps,
+    ), (use_qk_l2norm,)  # fmt: skip
 
 
 _fold = register(
@@ -112,7 +107,8 @@ _fold = register(
     "Tensor? track_steps=None, bool use_qk_l2norm=True) -> ()",
     check=_check_fold,
     cpu=reference.fold,
-    cuda=_cuda_fold,
+    arrange=_arrange_fold,
+    plan=launch.fold,
     fake=_nothing,
 )
 
@@ -132,7 +128,7 @@ def scatter(
     The classic commit of backends whose verify keeps one state per draft token.
 
     Args:
-        state: [L, S, *inner] any dtype, written. inner dense, other strides free.
+        state: [L, S, *inner] fp64, fp32, bf16, fp16, int8 or uint8, written. inner dense, other strides free.
         intermediate: [L, R, D, *inner] in state's dtype: the state after each token.
             inner dense, other strides free.
         state_indices: [B] int32 or int64, the slot of each request; live ones are
@@ -166,7 +162,7 @@ def _check_scatter(
         check.fail(f"state must be [L, S, *inner], got {list(state.shape)}")
     letters = " ".join(f"inner{i}" for i in range(inner))
     check.tensor(
-        "state", state, f"L S {letters}", (state.dtype,), dense=inner, written=True
+        "state", state, f"L S {letters}", checks.SNAPSHOT, dense=inner, written=True
     )
     check.tensor(
         "intermediate", intermediate, f"L R D {letters}", (state.dtype,), dense=inner,
@@ -180,16 +176,14 @@ def _check_scatter(
     check.index("track_steps", track_steps, "B")
 
 
-def _cuda_scatter(
+def _arrange_scatter(
     state, intermediate, state_indices, step_indices, *, source_indices=None,
     track_indices=None, track_steps=None,
 ):  # fmt: skip
-    from .kernels import copies
-
-    copies.scatter(
+    return (
         state, intermediate, state_indices, step_indices, source_indices,
         track_indices, track_steps,
-    )  # fmt: skip
+    ), ()  # fmt: skip
 
 
 _scatter = register(
@@ -198,6 +192,7 @@ _scatter = register(
     "Tensor? track_indices=None, Tensor? track_steps=None) -> ()",
     check=_check_scatter,
     cpu=reference.scatter,
-    cuda=_cuda_scatter,
+    arrange=_arrange_scatter,
+    plan=launch.scatter,
     fake=_nothing,
 )

@@ -1,12 +1,21 @@
-"""From tensors to kernel arguments, the same for both GPU lowerings.
+"""From tensors to kernel launches, the same for both GPU lowerings.
 
-A lowering is a module with the kernels ``recur`` (verify and decode), ``fold`` and
-``gate``, and the tables ``recur_tile`` and ``fold_tile``.
+An op's arguments become a ``Plan``: which kernel, on what grid, with which sizes and
+strides. A plan depends on metadata alone, so it is made, and its arguments checked,
+once for every distinct metadata; after that a call costs a dictionary look-up and
+the launch itself, a few microseconds against a hundred.
+
+``lowering`` holds the kernels ``recur`` (verify and decode), ``fold``, ``gate``,
+``store`` and ``scatter`` and the tables ``recur_tile`` and ``fold_tile``.
 """
 
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from . import select
 
 # Contraction off: a fused multiply-add happens where the kernels say fma, nowhere
 # else, whatever triton's default (it changes between releases).
@@ -15,118 +24,232 @@ _PINNED = {"enable_fp_fusion": False}
 # Tokens staged together; more costs shared memory and gains nothing.
 _MAX_BLOCK = 8
 
+# Plans kept per op. Serving meets a few dozen; a caller whose every batch has
+# another shape must not grow memory without end.
+_MAX_PLANS = 4096
+
+Tensors = Sequence[Tensor | None]
+
+
+class Plan(NamedTuple):
+    """One launch: kernel(*tensors, *outputs, *scalars, *constants), for one metadata."""
+
+    kernel: Any
+    programs: tuple[int, int, int]
+    scalars: tuple[int | float, ...]
+    constants: dict[str, int | bool]
+    warps: int
+    outputs: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+
+    def compile_and_launch(self, tensors: Tensors, outputs: Sequence[Tensor]) -> Any:
+        """Launch through triton's own path; return the compiled kernel."""
+        if 0 in self.programs:
+            return None
+        return self.kernel[self.programs](
+            *tensors, *outputs, *self.scalars, **self.constants, num_warps=self.warps,
+            **_PINNED,
+        )  # fmt: skip
+
+
+def launcher(
+    check: Callable[..., None],
+    arrange: Callable[..., tuple[tuple[Tensor | None, ...], tuple]],
+    plan: Callable[..., Plan],
+) -> Callable:
+    """The CUDA kernel of an op.
+
+    ``arrange`` puts the op's arguments in order: (tensors as the kernel takes them,
+    absent ones None; the rest). ``plan(lowering, tensors, rest)`` makes the plan.
+    """
+    plans: dict[tuple, tuple[Plan, Any]] = {}
+
+    def call(*args, **kwargs):
+        tensors, rest = arrange(*args, **kwargs)
+        pointers, metadata = [], [rest]
+        for tensor in tensors:
+            if tensor is None:
+                pointers.append(None)
+                metadata.append(None)
+            else:
+                pointer = tensor.data_ptr()
+                pointers.append(pointer)
+                # Alignment is part of what triton compiled for.
+                metadata.append(
+                    (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(),
+                     pointer & 15 == 0)
+                )  # fmt: skip
+        key = tuple(metadata)
+        made, compiled = plans.get(key, (None, None))
+        if made is None or _differentiable(tensors):
+            check(*args, **kwargs)
+        index = tensors[0].get_device()
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return call(*args, **kwargs)
+        if made is None:
+            made = plan(select.kernels(index), tensors, rest)
+        outputs = [
+            torch.empty(shape, dtype=dtype, device=tensors[0].device)
+            for shape, dtype in made.outputs
+        ]
+        if compiled is None:
+            compiled = made.compile_and_launch(tensors, outputs)
+            if len(plans) >= _MAX_PLANS:
+                plans.clear()
+            plans[key] = made, compiled
+        else:
+            compiled[made.programs](
+                *pointers, *(out.data_ptr() for out in outputs), *made.scalars,
+                *made.constants.values(),
+            )  # fmt: skip
+        if len(outputs) < 2:
+            return outputs[0] if outputs else None
+        return tuple(outputs)
+
+    return call
+
+
+def _differentiable(tensors: Tensors) -> bool:
+    return torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in tensors if tensor is not None
+    )
+
 
 def _block(tokens: int) -> int:
     return min(_MAX_BLOCK, 1 << max(tokens - 1, 0).bit_length())
 
 
-def _programs(V: int, BV: int, HV: int) -> int:
-    return -(-V // BV) * HV
+def _stride(tensor: Tensor | None, dim: int = 0) -> int:
+    return 0 if tensor is None or tensor.dim() <= dim else tensor.stride(dim)
 
 
-def gate(
-    lowering: ModuleType, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
-    g: Tensor, beta: Tensor, lower_bound: float | None,
-) -> None:  # fmt: skip
+def gate(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
+    a, b, A_log, dt_bias = tensors
+    (lower_bound,) = rest
     kda = a.dim() == 3
-    elements = a.numel()
-    if elements == 0:
-        return
-    block = 256
-    lowering.gate[(-(-elements // block),)](
-        a, b, A_log, dt_bias, g, beta,
-        0.0 if lower_bound is None else lower_bound, elements,
-        a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_log.stride(0),
-        dt_bias.stride(0), dt_bias.stride(1) if kda else 0,
-        HV=a.shape[1], K=a.shape[2] if kda else 1, KDA=kda,
-        SAFE=lower_bound is not None, BLOCK=block, num_warps=4, **_PINNED,
+    elements, block = a.numel(), 256
+    return Plan(
+        lowering.gate,
+        (-(-elements // block), 1, 1),
+        (
+            0.0 if lower_bound is None else lower_bound, elements,
+            a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_log.stride(0),
+            dt_bias.stride(0), _stride(dt_bias, 1),
+        ),
+        {
+            "HV": a.shape[1], "K": a.shape[2] if kda else 1,
+            "SAFE": lower_bound is not None, "BLOCK": block,
+        },
+        4,
+        ((a.shape, torch.float32), (b.shape, torch.float32)),
     )  # fmt: skip
 
 
-def verify(
-    lowering: ModuleType, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-    A_log: Tensor, dt_bias: Tensor, state: Tensor, out: Tensor, k_window: Tensor,
-    v_window: Tensor, g_window: Tensor, beta_window: Tensor, state_indices: Tensor,
-    window_indices: Tensor, cu_seqlens: Tensor | None, scale: float | None,
-    lower_bound: float | None, use_qk_l2norm: bool,
-) -> None:  # fmt: skip
-    _recur(
-        lowering, q, k, v, a, b, A_log, dt_bias, state, out, state_indices,
-        (k_window, v_window, g_window, beta_window), window_indices, cu_seqlens,
-        scale, lower_bound, use_qk_l2norm,
+def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
+    """verify, and with absent windows decode."""
+    q, k, v, a, b, A_log, dt_bias, state, *windows, slots, cu_seqlens, rows = tensors
+    scale, lower_bound, use_qk_l2norm = rest
+    (tokens, H, K), (HV, V) = q.shape, v.shape[1:]
+    batch, kda, ragged = slots.shape[0], a.dim() == 3, cu_seqlens is not None
+    length = tokens // batch if batch and not ragged else 0
+    pool, _, capacity, _ = windows[0].shape if windows[0] is not None else (0,) * 4
+    BV, warps = lowering.recur_tile(HV, K, V, batch, kda)
+    # Ragged batches get one row of programs more: it zeroes uncovered tokens.
+    heads = HV * (batch + ragged) if tokens else 0
+    return Plan(
+        lowering.recur,
+        (-(-V // BV) * heads, 1, 1),
+        (
+            K**-0.5 if scale is None else scale,
+            0.0 if lower_bound is None else lower_bound,
+            batch, tokens, length, state.shape[0], pool, capacity,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_log.stride(0),
+            dt_bias.stride(0), _stride(dt_bias, 1), state.stride(0),
+            *(_stride(window) for window in windows),
+            slots.stride(0), _stride(cu_seqlens), _stride(rows),
+        ),
+        {
+            "H": H, "HV": HV, "K": K, "V": V, "KDA": kda, "SAFE": lower_bound is not None,
+            "L2NORM": use_qk_l2norm, "BV": BV,
+            "TB": _MAX_BLOCK if ragged else _block(length), "NW": warps,
+        },
+        warps,
+        ((v.shape, v.dtype),),
     )  # fmt: skip
 
 
-def decode(
-    lowering: ModuleType, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
-    A_log: Tensor, dt_bias: Tensor, state: Tensor, out: Tensor, state_indices: Tensor,
-    scale: float | None, lower_bound: float | None, use_qk_l2norm: bool,
-) -> None:  # fmt: skip
-    _recur(
-        lowering, q, k, v, a, b, A_log, dt_bias, state, out, state_indices, None,
-        state_indices, None, scale, lower_bound, use_qk_l2norm,
+def fold(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
+    *pools, slots, accept_lens, rows, track_indices, track_steps = tensors
+    state, k_window, _, g_window, _ = pools
+    (use_qk_l2norm,) = rest
+    layered = state.dim() == 5
+    layers = state.shape[0] if layered else 1
+    HV, V, K = state.shape[-3:]
+    H, capacity = k_window.shape[-3:-1]
+    batch = slots.shape[0]
+    BV, warps = lowering.fold_tile(HV, K, V, batch)
+    strides = [
+        stride
+        for pool in pools
+        for stride in (pool.stride()[:2] if layered else (0, pool.stride(0)))
+    ]
+    return Plan(
+        lowering.fold,
+        (-(-V // BV) * HV * batch * layers if capacity else 0, 1, 1),
+        (
+            batch, state.shape[-4], k_window.shape[-4], capacity, *strides,
+            slots.stride(0), accept_lens.stride(0), _stride(rows),
+            _stride(track_indices), _stride(track_steps),
+        ),
+        {
+            "H": H, "HV": HV, "K": K, "V": V, "KDA": g_window.dim() - layered == 4,
+            "L2NORM": use_qk_l2norm, "BV": BV, "TB": _block(capacity), "NW": warps,
+        },
+        warps,
     )  # fmt: skip
 
 
-def _recur(
-    lowering, q, k, v, a, b, A_log, dt_bias, state, out, state_indices, windows,
-    window_indices, cu_seqlens, scale, lower_bound, use_qk_l2norm,
-):  # fmt: skip
-    tokens, H, K = q.shape
-    HV, V = v.shape[1:]
-    batch = state_indices.shape[0]
+def store(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
+    k, v, g, beta, k_window, v_window, g_window, beta_window, rows, cu_seqlens = tensors
+    (tokens, H, K), (HV, V) = k.shape, v.shape[1:]
+    pool, _, capacity, _ = k_window.shape
+    batch = rows.shape[0]
     ragged = cu_seqlens is not None
-    if tokens == 0 or (batch == 0 and not ragged):
-        return
-    kda = a.dim() == 3
-    rows = 0 if ragged else tokens // batch
-    BV, warps = lowering.recur_tile(K, V, batch)
-    if windows is None:  # decode: arguments the kernel compiled for it never touches
-        windows, strides, capacity, pool = (state,) * 4, (0,) * 4, 0, 0
-    else:
-        strides = tuple(window.stride(0) for window in windows)
-        pool, _, capacity, _ = windows[0].shape
-    lowering.recur[(_programs(V, BV, HV) * (batch + ragged),)](
-        q, k, v, a, b, A_log, dt_bias, state, out, *windows,
-        state_indices, window_indices, cu_seqlens if ragged else state_indices,
-        K**-0.5 if scale is None else scale,
-        0.0 if lower_bound is None else lower_bound,
-        batch, tokens, rows, state.shape[0], pool, capacity,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_log.stride(0),
-        dt_bias.stride(0), dt_bias.stride(1) if kda else 0,
-        state.stride(0), *strides, state_indices.stride(0), window_indices.stride(0),
-        cu_seqlens.stride(0) if ragged else 0,
-        H=H, HV=HV, K=K, V=V, KDA=kda, SAFE=lower_bound is not None,
-        L2NORM=use_qk_l2norm, RAGGED=ragged, COMMIT=windows[0] is state,
-        BV=BV, TB=_MAX_BLOCK if ragged else _block(rows), NW=warps,
-        num_warps=warps, **_PINNED,
+    length = tokens // batch if batch and not ragged else 0
+    span = capacity if ragged else length
+    return Plan(
+        lowering.store,
+        (span * HV * batch, 1, 1),
+        (
+            span, tokens, length, pool, capacity,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            g.stride(0), g.stride(1), beta.stride(0), beta.stride(1),
+            k_window.stride(0), v_window.stride(0), g_window.stride(0),
+            beta_window.stride(0), rows.stride(0), _stride(cu_seqlens),
+        ),
+        {
+            "H": H, "HV": HV, "K": K, "V": V, "KDA": g.dim() == 3,
+            "BK": 1 << (K - 1).bit_length(), "BV": 1 << (V - 1).bit_length(),
+        },
+        1,
     )  # fmt: skip
 
 
-def fold(
-    lowering: ModuleType, state: Tensor, k_window: Tensor, v_window: Tensor,
-    g_window: Tensor, beta_window: Tensor, state_indices: Tensor, accept_lens: Tensor,
-    window_indices: Tensor, track_indices: Tensor | None, track_steps: Tensor | None,
-    use_qk_l2norm: bool,
-) -> None:  # fmt: skip
-    """Pools carry the layer axis here."""
-    layers, slots, HV, V, K = state.shape
-    _, rows, H, capacity, _ = k_window.shape
-    batch = state_indices.shape[0]
-    if batch == 0 or layers == 0 or capacity == 0:
-        return
-    track = track_indices is not None
-    if not track:
-        track_indices = track_steps = accept_lens
-    BV, warps = lowering.fold_tile(K, V, batch)
-    pools = (state, k_window, v_window, g_window, beta_window)
-    lowering.fold[(_programs(V, BV, HV) * batch * layers,)](
-        *pools, state_indices, accept_lens, window_indices, track_indices, track_steps,
-        batch, slots, rows, capacity,
-        *(pool.stride(dim) for pool in pools for dim in (0, 1)),
-        state_indices.stride(0), accept_lens.stride(0), window_indices.stride(0),
-        track_indices.stride(0), track_steps.stride(0),
-        H=H, HV=HV, K=K, V=V, KDA=g_window.dim() == 5, L2NORM=use_qk_l2norm,
-        TRACK=track, BV=BV, TB=_block(capacity), NW=warps, num_warps=warps, **_PINNED,
+def scatter(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
+    state, intermediate, slots, steps, sources, track_indices, track_steps = tensors
+    layers, pool = state.shape[:2]
+    _, rows, length = intermediate.shape[:3]
+    size, batch, block = state.shape[2:].numel(), slots.shape[0], 2048
+    return Plan(
+        lowering.scatter,
+        (layers * batch, -(-size // block), 1),
+        (
+            size, batch, pool, rows, length,
+            state.stride(0), state.stride(1), *intermediate.stride()[:3],
+            slots.stride(0), steps.stride(0), _stride(sources),
+            _stride(track_indices), _stride(track_steps),
+        ),
+        {"BLOCK": block},
+        4,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from . import checks, launch, reference
-from .lowering import kernels
 from .registration import register
 
 
@@ -100,20 +99,16 @@ def _outputs(q, k, v, *args, **kwargs):
     return v.new_empty(v.shape)
 
 
-def _cuda_verify(
+def _arrange_verify(
     q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window, beta_window,
     state_indices, cu_seqlens=None, window_indices=None, *, scale=None,
     lower_bound=None, use_qk_l2norm=True, exact=True,
 ):  # fmt: skip
-    out = _outputs(q, k, v)
     # exact=False may use another kernel; the exact one meets its bound too.
-    launch.verify(
-        kernels(q.device.index), q, k, v, a, b, A_log, dt_bias, state, out, k_window, v_window, g_window,
-        beta_window, state_indices,
-        state_indices if window_indices is None else window_indices,
-        cu_seqlens, scale, lower_bound, use_qk_l2norm,
-    )  # fmt: skip
-    return out
+    return (
+        q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window,
+        beta_window, state_indices, cu_seqlens, window_indices,
+    ), (scale, lower_bound, use_qk_l2norm)  # fmt: skip
 
 
 _verify = register(
@@ -124,7 +119,8 @@ _verify = register(
     "float? lower_bound=None, bool use_qk_l2norm=True, bool exact=True) -> Tensor",
     check=_check_verify,
     cpu=reference.verify,
-    cuda=_cuda_verify,
+    arrange=_arrange_verify,
+    plan=launch.recur,
     fake=_outputs,
 )
 
@@ -179,16 +175,14 @@ def _check_decode(
     check.lower_bound(lower_bound, kda)
 
 
-def _cuda_decode(
+def _arrange_decode(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, *, scale=None,
     lower_bound=None, use_qk_l2norm=True,
 ):  # fmt: skip
-    out = _outputs(q, k, v)
-    launch.decode(
-        kernels(q.device.index), q, k, v, a, b, A_log, dt_bias, state, out,
-        state_indices, scale, lower_bound, use_qk_l2norm,
-    )  # fmt: skip
-    return out
+    return (
+        q, k, v, a, b, A_log, dt_bias, state, None, None, None, None, state_indices,
+        None, None,
+    ), (scale, lower_bound, use_qk_l2norm)  # fmt: skip
 
 
 _decode = register(
@@ -197,6 +191,7 @@ _decode = register(
     "float? lower_bound=None, bool use_qk_l2norm=True) -> Tensor",
     check=_check_decode,
     cpu=reference.decode,
-    cuda=_cuda_decode,
+    arrange=_arrange_decode,
+    plan=launch.recur,
     fake=_outputs,
 )

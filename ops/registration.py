@@ -1,8 +1,11 @@
 """The torch.library namespace and the one way an op gets into it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
+
+from . import launch
 
 _LIBRARY = torch.library.Library("replayssm", "DEF")
 
@@ -11,17 +14,28 @@ _LIBRARY = torch.library.Library("replayssm", "DEF")
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 
+_PLANS: dict[str, tuple[Callable, Callable]] = {}
+
+
 def register(
-    schema: str, *, check: Callable, cpu: Callable, cuda: Callable, fake: Callable
+    schema: str,
+    *,
+    check: Callable[..., None],
+    cpu: Callable,
+    arrange: Callable,
+    plan: Callable[..., launch.Plan],
+    fake: Callable,
 ) -> Callable:
     """Define one op and its kernels; return its ``torch.ops`` overload.
 
-    ``check`` runs first on every path, CPU, CUDA and fake alike, so a mistake
-    raises the same error eagerly and under torch.compile, before anything is
-    written. ``Library.define`` + ``impl`` costs 3-5 us a call where
-    ``custom_op`` and ``triton_op`` cost 20-100.
+    ``check`` guards every path, CPU, CUDA and fake alike, so a mistake raises the
+    same error eagerly and under torch.compile, before anything is written.
+    ``arrange`` and ``plan`` make the CUDA kernel, see ``launch.launcher``.
+    ``Library.define`` + ``impl`` costs 3-5 us a call where ``custom_op`` and
+    ``triton_op`` cost 20-100.
     """
     name = schema.split("(", 1)[0]
+    _PLANS[name] = arrange, plan
     _LIBRARY.define(schema, tags=_TAGS)
 
     def checked(kernel: Callable) -> Callable:
@@ -32,6 +46,24 @@ def register(
         return call
 
     _LIBRARY.impl(name, checked(cpu), "CPU")
-    _LIBRARY.impl(name, checked(cuda), "CUDA")
+    _LIBRARY.impl(name, launch.launcher(check, arrange, plan), "CUDA")
     torch.library.register_fake(f"replayssm::{name}", checked(fake), lib=_LIBRARY)
     return getattr(torch.ops.replayssm, name).default
+
+
+def run(kernels: SimpleNamespace, name: str, *args, **kwargs) -> tuple[torch.Tensor, ...]:
+    """Run op ``name`` with the kernels of a chosen lowering, unchecked and uncached.
+
+    For tests and benchmarks, which compare lowerings and tiles on one device; outputs
+    come filled with NaN where a kernel does not write them.
+    """
+    arrange, plan = _PLANS[name]
+    tensors, rest = arrange(*args, **kwargs)
+    made = plan(kernels, tensors, rest)
+    device = tensors[0].device
+    outputs = tuple(
+        torch.full(shape, torch.nan, dtype=dtype, device=device)
+        for shape, dtype in made.outputs
+    )
+    made.compile_and_launch(tensors, outputs)
+    return outputs

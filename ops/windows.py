@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from . import checks, launch, reference
-from .lowering import kernels
 from .registration import register
 
 
@@ -53,10 +52,8 @@ def _fake_gate(a, b, A_log, dt_bias, *, lower_bound=None):
     )
 
 
-def _cuda_gate(a, b, A_log, dt_bias, *, lower_bound=None):
-    g, beta = _fake_gate(a, b, A_log, dt_bias)
-    launch.gate(kernels(a.device.index), a, b, A_log, dt_bias, g, beta, lower_bound)
-    return g, beta
+def _arrange_gate(a, b, A_log, dt_bias, *, lower_bound=None):
+    return (a, b, A_log, dt_bias), (lower_bound,)
 
 
 _gate = register(
@@ -64,7 +61,8 @@ _gate = register(
     "float? lower_bound=None) -> (Tensor g, Tensor beta)",
     check=_check_gate,
     cpu=reference.gate,
-    cuda=_cuda_gate,
+    arrange=_arrange_gate,
+    plan=launch.gate,
     fake=_fake_gate,
 )
 
@@ -131,16 +129,14 @@ def _fake_store(*args, **kwargs):
     return None
 
 
-def _cuda_store(
+def _arrange_store(
     k, v, g, beta, k_window, v_window, g_window, beta_window, window_indices,
     cu_seqlens=None,
 ):  # fmt: skip
-    from .kernels import copies
-
-    copies.store(
+    return (
         k, v, g, beta, k_window, v_window, g_window, beta_window, window_indices,
         cu_seqlens,
-    )  # fmt: skip
+    ), ()  # fmt: skip
 
 
 _store = register(
@@ -149,6 +145,7 @@ _store = register(
     "Tensor window_indices, Tensor? cu_seqlens=None) -> ()",
     check=_check_store,
     cpu=reference.store,
-    cuda=_cuda_store,
+    arrange=_arrange_store,
+    plan=launch.store,
     fake=_fake_store,
 )

@@ -2,23 +2,22 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["N", "D", "R", "T", "wi_s", "cu_s"])
-def _store(
+@triton.jit(do_not_specialize=["span", "N", "D", "R", "T", "wi_s", "cu_s"])
+def store(
     k, v, g, beta, k_window, v_window, g_window, beta_window, window_indices,
-    cu_seqlens, N, D, R, T,
+    cu_seqlens, span, N, D, R, T,
     k_n, k_h, v_n, v_h, g_n, g_h, b_n, b_h, kw_s, vw_s, gw_s, bw_s, wi_s, cu_s,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KDA: tl.constexpr, RAGGED: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    KDA: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One program per window row of one value head of one request."""
+    """One program for each of span window rows of one value head of one request."""
     pid = tl.program_id(0)
-    t = pid % T
-    i_hv = (pid // T) % HV
-    i_b = pid // (T * HV)
-    if RAGGED:
+    t = pid % span
+    i_hv = (pid // span) % HV
+    i_b = pid // (span * HV)
+    if cu_seqlens is not None:
         start = tl.load(cu_seqlens + i_b * cu_s).to(tl.int32)
         end = tl.load(cu_seqlens + (i_b + 1) * cu_s).to(tl.int32)
         start = tl.minimum(tl.maximum(start, 0), N)
@@ -47,31 +46,6 @@ def _store(
         tl.store(g_window + row * gw_s + o_gate, tl.load(g + token * g_n + i_hv * g_h))
 
 
-def store(
-    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, k_window: Tensor, v_window: Tensor,
-    g_window: Tensor, beta_window: Tensor, window_indices: Tensor,
-    cu_seqlens: Tensor | None,
-) -> None:  # fmt: skip
-    tokens, H, K = k.shape
-    HV, V = v.shape[1:]
-    batch = window_indices.shape[0]
-    rows, _, capacity, _ = k_window.shape
-    if tokens == 0 or batch == 0 or capacity == 0:
-        return
-    ragged = cu_seqlens is not None
-    _store[(capacity * HV * batch,)](
-        k, v, g, beta, k_window, v_window, g_window, beta_window, window_indices,
-        cu_seqlens if ragged else window_indices,
-        tokens, 0 if ragged else tokens // batch, rows, capacity,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), g.stride(0), g.stride(1),
-        beta.stride(0), beta.stride(1), k_window.stride(0), v_window.stride(0),
-        g_window.stride(0), beta_window.stride(0), window_indices.stride(0),
-        cu_seqlens.stride(0) if ragged else 0,
-        H=H, HV=HV, K=K, V=V, KDA=g.dim() == 3, RAGGED=ragged,
-        BK=triton.next_power_of_2(K), BV=triton.next_power_of_2(V), num_warps=1,
-    )  # fmt: skip
-
-
 @triton.jit
 def _copy(p_to, p_from, size, BLOCK: tl.constexpr):
     o = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -82,11 +56,11 @@ def _copy(p_to, p_from, size, BLOCK: tl.constexpr):
 @triton.jit(
     do_not_specialize=["B", "S", "R", "D", "si_s", "st_s", "so_s", "ti_s", "ts_s"]
 )
-def _scatter(
+def scatter(
     state, intermediate, state_indices, step_indices, source_indices, track_indices,
     track_steps, size, B, S, R, D,
     state_l, state_s, from_l, from_r, from_d, si_s, st_s, so_s, ti_s, ts_s,
-    SOURCE: tl.constexpr, TRACK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per block of one layer of one request."""
     i_b = tl.program_id(0) % B
@@ -94,40 +68,15 @@ def _scatter(
     slot = tl.load(state_indices + i_b * si_s).to(tl.int64)
     step = tl.load(step_indices + i_b * st_s).to(tl.int64)
     source = tl.zeros([], tl.int64) + i_b
-    if SOURCE:
+    if source_indices is not None:
         source = tl.load(source_indices + i_b * so_s).to(tl.int64)
     inside = (slot >= 0) & (slot < S) & (step >= 0) & (step < D)
     if inside & (source >= 0) & (source < R):
         p_from = intermediate + i_l * from_l + source * from_r
         p_to = state + i_l * state_l
         _copy(p_to + slot * state_s, p_from + step * from_d, size, BLOCK)
-        if TRACK:
+        if track_indices is not None:
             track = tl.load(track_indices + i_b * ti_s).to(tl.int64)
             at = tl.load(track_steps + i_b * ts_s).to(tl.int64)
             if (track >= 0) & (track < S) & (at >= 0) & (at <= step):
                 _copy(p_to + track * state_s, p_from + at * from_d, size, BLOCK)
-
-
-def scatter(
-    state: Tensor, intermediate: Tensor, state_indices: Tensor, step_indices: Tensor,
-    source_indices: Tensor | None, track_indices: Tensor | None,
-    track_steps: Tensor | None,
-) -> None:  # fmt: skip
-    layers, slots = state.shape[:2]
-    _, rows, steps = intermediate.shape[:3]
-    batch = state_indices.shape[0]
-    size = state[0, 0].numel() if layers and slots else 0
-    if layers * batch * size * rows * steps == 0:
-        return
-    track = track_indices is not None
-    source = source_indices if source_indices is not None else state_indices
-    tracks = (track_indices, track_steps) if track else (state_indices, state_indices)
-    block = 2048
-    _scatter[(layers * batch, -(-size // block))](
-        state, intermediate, state_indices, step_indices, source, *tracks,
-        size, batch, slots, rows, steps,
-        state.stride(0), state.stride(1), *intermediate.stride()[:3],
-        state_indices.stride(0), step_indices.stride(0), source.stride(0),
-        *(index.stride(0) for index in tracks),
-        SOURCE=source_indices is not None, TRACK=track, BLOCK=block, num_warps=4,
-    )  # fmt: skip

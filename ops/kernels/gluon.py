@@ -127,19 +127,18 @@ def _zero_tokens(o, first, last, i_hv, o_v, mask_v, HV: gl.constexpr, V: gl.cons
         gl.store(o + (t.to(gl.int64) * HV + i_hv) * V + o_v, zero, mask=mask_v)
 
 
-@gluon.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "wi_s", "cu_s"])
+@gluon.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "cu_s", "wi_s"])
 def recur(
-    q, k, v, a, b, A_log, dt_bias, state, o, k_window, v_window, g_window, beta_window,
-    state_indices, window_indices, cu_seqlens, scale, lower_bound,
+    q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window, beta_window,
+    state_indices, cu_seqlens, window_indices, o, scale, lower_bound,
     B, N, D, S, R, T,
     q_n, q_h, k_n, k_h, v_n, v_h, a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
-    state_s, kw_s, vw_s, gw_s, bw_s, si_s, wi_s, cu_s,
+    state_s, kw_s, vw_s, gw_s, bw_s, si_s, cu_s, wi_s,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     KDA: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
-    RAGGED: gl.constexpr, COMMIT: gl.constexpr,
     BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """verify (COMMIT False: writes windows) and decode (COMMIT True: writes state)."""
+    """verify writes windows; decode, whose windows are None, writes the state."""
     L: gl.constexpr = _state_layout(BV, NW)
     P: gl.constexpr = _token_layout(NW)
     PV: gl.constexpr = _value_layout(BV, NW)
@@ -153,7 +152,7 @@ def recur(
     i_h = i_hv // (HV // H)
     o_v = i_v * BV + gl.arange(0, BV, layout=LV)
     mask_v = o_v < V
-    if RAGGED:
+    if cu_seqlens is not None:
         if i_b == B:  # one program more than rows: the tokens no row covers
             first = gl.minimum(gl.maximum(gl.load(cu_seqlens).to(gl.int32), 0), N)
             last = gl.minimum(gl.maximum(gl.load(cu_seqlens + B * cu_s).to(gl.int32), 0), N)
@@ -185,8 +184,10 @@ def recur(
     o_vt = gl.arange(0, TB, layout=gl.SliceLayout(1, PV))
     o_pv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, PV))
     rate = decay_rate(gl.load(A_log + i_hv * A_s))
-    if not COMMIT:
-        row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
+    if k_window is not None:
+        row = slot
+        if window_indices is not None:
+            row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
         stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
 
     for t0 in range(0, n, TB):
@@ -212,7 +213,7 @@ def recur(
             b_a = gl.load(a + token * a_n + i_hv * a_h, mask=mask_t, other=0.0)
             dt = gl.load(dt_bias + i_hv * dt_h)
             b_g = (log_decay(b_a, dt, rate, lower_bound, SAFE)[:, None],)
-        if not COMMIT:
+        if k_window is not None:
             mask_w = t0 + o_t < stored
             if i_v == 0:
                 if i_hv % (HV // H) == 0:
@@ -244,7 +245,7 @@ def recur(
             b_o = dot_rows(h, _get_chunks(s_q, t, L))
             p_o = o + ((start + t0 + t).to(gl.int64) * HV + i_hv) * V + o_v
             gl.store(p_o, b_o.to(o.dtype.element_ty), mask=mask_v)
-    if COMMIT:
+    if k_window is None:
         _store_chunks(p_state, o_k, mask_v, h, K)
 
 
@@ -258,7 +259,7 @@ def fold(
     state_l, state_s, kw_l, kw_s, vw_l, vw_s, gw_l, gw_s, bw_l, bw_s,
     si_s, ac_s, wi_s, ti_s, ts_s,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    KDA: gl.constexpr, L2NORM: gl.constexpr, TRACK: gl.constexpr,
+    KDA: gl.constexpr, L2NORM: gl.constexpr,
     BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = _state_layout(BV, NW)
@@ -274,7 +275,9 @@ def fold(
     i_l = (pid // (NV * HV) // B).to(gl.int64)
     i_h = i_hv // (HV // H)
     slot = gl.load(state_indices + i_b * si_s).to(gl.int64)
-    row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
+    row = slot
+    if window_indices is not None:
+        row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
     n = gl.minimum(gl.load(accept_lens + i_b * ac_s), T).to(gl.int32)
     if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
         return
@@ -283,7 +286,7 @@ def fold(
     o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     p_layer = state + i_l * state_l + (i_hv * V + o_v) * K
     h = _load_state(p_layer + slot * state_s, o_k, mask_v, K)
-    if TRACK:
+    if track_indices is not None:
         track = gl.load(track_indices + i_b * ti_s).to(gl.int64)
         track_t = gl.load(track_steps + i_b * ts_s).to(gl.int64)
         track_t = gl.where((track >= 0) & (track < S), track_t, -1)
@@ -327,7 +330,7 @@ def fold(
                 h, _get_chunks(s_k, t, L), _get_chunks(s_decay, t, L),
                 s_v.index(t).load(LV), s_beta.index(t).load(LV),
             )  # fmt: skip
-            if TRACK:
+            if track_indices is not None:
                 if t0 + t == track_t:
                     _store_chunks(p_layer + track * state_s, o_k, mask_v, h, K)
     _store_chunks(p_layer + slot * state_s, o_k, mask_v, h, K)
@@ -337,8 +340,7 @@ def fold(
 def gate(
     a, b, A_log, dt_bias, g, beta, lower_bound, elements,
     a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
-    HV: gl.constexpr, K: gl.constexpr, KDA: gl.constexpr, SAFE: gl.constexpr,
-    BLOCK: gl.constexpr,
+    HV: gl.constexpr, K: gl.constexpr, SAFE: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o = gl.program_id(0).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, layout=layout)
@@ -355,19 +357,39 @@ def gate(
     gl.store(beta + token * HV + i_hv, sigmoid(b_b.to(gl.float32)), mask=first)
 
 
-def recur_tile(K: int, V: int, batch: int) -> tuple[int, int]:
-    """(BV, warps) of verify and decode."""
-    return _fit(K, V, *((32, 4) if batch < 4 else (64, 2)))
+def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int]:
+    """(BV, warps) of verify and decode, by heads in flight.
+
+    H200, 30 layers of 16/32 heads, K = V = 128, D = 8, us at B = 1 / 8 / 32 / 128:
+    (16, 2): 170 / 515 / 1605 / 5669; (64, 2): 249 / 462 / 1565 / 5170;
+    (32, 2): 191 / 552 / 1482 / 4981. KDA, 20 layers of 32/32 heads:
+    (16, 2): 154 / 561 / 1788 / 6419; (64, 2): 212 / 352 / 1220 / 3862.
+    """
+    heads = batch * HV
+    if heads < 128:
+        tile = (16, 2)
+    elif kda or heads < 512:
+        tile = (64, 2)
+    else:
+        tile = (32, 2)
+    return _fit(K, V, *tile, 128 if K <= 128 else 64)
 
 
-def fold_tile(K: int, V: int, batch: int) -> tuple[int, int]:
-    """(BV, warps) of fold."""
-    return _fit(K, V, *((32, 4) if batch < 4 else (32, 2)))
+def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
+    """(BV, warps) of fold.
+
+    H200, shapes as above, 8 rows, us at B = 1 / 8 / 32 / 128: (32, 2): 48 / 280 / 1038
+    / 4169; (16, 2): 44 / 268 / 1032 / 4127, KDA 42 / 265 / 1014 / 4025 against
+    38 / 202 / 744 / 2946; (64, 2): 55 / 321 / 1215 / 4859. Four rows: 4095 of the
+    3763 that reading and writing the state takes at B = 128.
+    """
+    return _fit(K, V, 32, 2, 128)
 
 
-def _fit(K: int, V: int, BV: int, warps: int) -> tuple[int, int]:
-    """The largest tile up to BV that divides V and leaves a thread at most 128
+def _fit(K: int, V: int, BV: int, warps: int, numbers: int) -> tuple[int, int]:
+    """The largest tile up to BV that divides V and leaves a thread at most so many
     numbers of the state: more would spill."""
-    while BV > 16 and (V % BV or BV // (4 * warps) * ((K + 31) // 32) > 32):
+    a_row = (K + 31) // 32 * 4
+    while BV > 16 and (V % BV or BV // (4 * warps) * a_row > numbers):
         BV //= 2
     return BV, warps

@@ -56,19 +56,18 @@ def _zero_tokens(o, first, last, i_hv, o_v, mask_v, HV: tl.constexpr, V: tl.cons
         tl.store(o + (token * HV + i_hv) * V + o_v, zero, mask=mask_v)
 
 
-@triton.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "wi_s", "cu_s"])
+@triton.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "cu_s", "wi_s"])
 def recur(
-    q, k, v, a, b, A_log, dt_bias, state, o, k_window, v_window, g_window, beta_window,
-    state_indices, window_indices, cu_seqlens, scale, lower_bound,
+    q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window, beta_window,
+    state_indices, cu_seqlens, window_indices, o, scale, lower_bound,
     B, N, D, S, R, T,
     q_n, q_h, k_n, k_h, v_n, v_h, a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
-    state_s, kw_s, vw_s, gw_s, bw_s, si_s, wi_s, cu_s,
+    state_s, kw_s, vw_s, gw_s, bw_s, si_s, cu_s, wi_s,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KDA: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
-    RAGGED: tl.constexpr, COMMIT: tl.constexpr,
     BV: tl.constexpr, TB: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
-    """verify (COMMIT False: writes windows) and decode (COMMIT True: writes state)."""
+    """verify writes windows; decode, whose windows are None, writes the state."""
     NV: tl.constexpr = (V + BV - 1) // BV
     KC: tl.constexpr = (K + 31) // 32
     pid = tl.program_id(0)
@@ -78,7 +77,7 @@ def recur(
     i_h = i_hv // (HV // H)
     o_v = i_v * BV + tl.arange(0, BV)
     mask_v = o_v < V
-    if RAGGED:
+    if cu_seqlens is not None:
         if i_b == B:  # one program more than rows: the tokens no row covers
             first = tl.minimum(tl.maximum(tl.load(cu_seqlens).to(tl.int32), 0), N)
             last = tl.minimum(tl.maximum(tl.load(cu_seqlens + B * cu_s).to(tl.int32), 0), N)
@@ -101,8 +100,10 @@ def recur(
     p_state = state + slot * state_s + (i_hv * V + o_v) * K
     h = _load_state(p_state, o_k, mask_v, K)
     rate = decay_rate(tl.load(A_log + i_hv * A_s))
-    if not COMMIT:
-        row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
+    if k_window is not None:
+        row = slot
+        if window_indices is not None:
+            row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
         stored = tl.where((row >= 0) & (row < R), tl.minimum(n, T), 0)
 
     for t in range(0, n):
@@ -126,7 +127,7 @@ def recur(
             b_a = tl.load(a + token * a_n + i_hv * a_h)
             dt = tl.load(dt_bias + i_hv * dt_h)
             b_g = (log_decay(b_a, dt, rate, lower_bound, SAFE)[:, None],)
-        if not COMMIT:
+        if k_window is not None:
             if t < stored:
                 if i_v == 0:
                     if i_hv % (HV // H) == 0:
@@ -146,7 +147,7 @@ def recur(
         b_o = dot_rows(h, normalized(b_q, scale, L2NORM))
         p_o = o + ((start + t).to(tl.int64) * HV + i_hv) * V + o_v
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=mask_v)
-    if COMMIT:
+    if k_window is None:
         _store_chunks(p_state, o_k, mask_v, h, K, 4)
 
 
@@ -160,7 +161,7 @@ def fold(
     state_l, state_s, kw_l, kw_s, vw_l, vw_s, gw_l, gw_s, bw_l, bw_s,
     si_s, ac_s, wi_s, ti_s, ts_s,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KDA: tl.constexpr, L2NORM: tl.constexpr, TRACK: tl.constexpr,
+    KDA: tl.constexpr, L2NORM: tl.constexpr,
     BV: tl.constexpr, TB: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -171,7 +172,9 @@ def fold(
     i_l = (pid // (NV * HV) // B).to(tl.int64)
     i_h = i_hv // (HV // H)
     slot = tl.load(state_indices + i_b * si_s).to(tl.int64)
-    row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
+    row = slot
+    if window_indices is not None:
+        row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
     n = tl.minimum(tl.load(accept_lens + i_b * ac_s), T).to(tl.int32)
     if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
         return
@@ -182,7 +185,7 @@ def fold(
     live = one < 1
     p_layer = state + i_l * state_l + (i_hv * V + o_v) * K
     h = _load_state(p_layer + slot * state_s, o_k, mask_v, K)
-    if TRACK:
+    if track_indices is not None:
         track = tl.load(track_indices + i_b * ti_s).to(tl.int64)
         track_t = tl.load(track_steps + i_b * ts_s).to(tl.int64)
         track_t = tl.where((track >= 0) & (track < S), track_t, -1)
@@ -204,7 +207,7 @@ def fold(
         for c in tl.static_range(len(b_g)):
             decay = decay + (exp(b_g[c]),)
         h = advance(h, normalized(b_k, 1.0, L2NORM), decay, b_v.to(tl.float32), beta)
-        if TRACK:
+        if track_indices is not None:
             if t == track_t:
                 _store_chunks(p_layer + track * state_s, o_k, mask_v, h, K, 4)
     _store_chunks(p_layer + slot * state_s, o_k, mask_v, h, K, 4)
@@ -214,8 +217,7 @@ def fold(
 def gate(
     a, b, A_log, dt_bias, g, beta, lower_bound, elements,
     a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
-    HV: tl.constexpr, K: tl.constexpr, KDA: tl.constexpr, SAFE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, SAFE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o < elements
@@ -231,12 +233,12 @@ def gate(
     tl.store(beta + token * HV + i_hv, sigmoid(b_b.to(tl.float32)), mask=first)
 
 
-def recur_tile(K: int, V: int, batch: int) -> tuple[int, int]:
+def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int]:
     """(BV, warps) of verify and decode: one tile for all three kernels, since the
     compiler's layout, and with it the order of sums, depends on it."""
-    return 32, 2 if K <= 128 else 4
+    return 32, 2 if K <= 128 else 8
 
 
-def fold_tile(K: int, V: int, batch: int) -> tuple[int, int]:
+def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
     """(BV, warps) of fold."""
-    return recur_tile(K, V, batch)
+    return recur_tile(HV, K, V, batch, False)

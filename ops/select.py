@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from types import ModuleType
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,16 @@ def _gpu_lowering(index: int) -> Lowering:
 
 
 @functools.cache
-def kernels(index: int) -> ModuleType:
-    """The kernel module of a GPU, see ``launch``."""
-    name = _gpu_lowering(index).name
-    return importlib.import_module(f"replayssm.ops.kernels.{name}")
+def kernels(index: int) -> SimpleNamespace:
+    """The kernels of a GPU, see ``launch``."""
+    return load(_gpu_lowering(index).name)
+
+
+def load(name: str) -> SimpleNamespace:
+    """The kernels of a lowering: its own, and the copies that all lowerings share."""
+    modules = (
+        importlib.import_module(f"replayssm.ops.kernels.{part}") for part in (name, "copies")
+    )
+    return SimpleNamespace(
+        **{key: value for module in modules for key, value in vars(module).items()}
+    )
