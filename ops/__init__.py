@@ -1,8 +1,8 @@
 """The ops: plain, documented functions over ``torch.ops.replayssm.*``."""
 
 from .commit import fold, scatter
-from .select import Lowering, lowering
 from .recurrence import decode, verify
+from .select import Lowering, lowering
 from .windows import gate, store
 
 __all__ = [

@@ -67,9 +67,11 @@ class Check:
             self.sources.setdefault(letter, name)
             self.require(
                 known == size,
-                lambda letter=letter: f"{name} must be [{', '.join(letters)}] with {letter} = "
-                f"{self.sizes[letter]} as in {self.sources[letter]}{variant}, "
-                f"got {list(value.shape)}",
+                lambda letter=letter: (
+                    f"{name} must be [{', '.join(letters)}] with {letter} = "
+                    f"{self.sizes[letter]} as in {self.sources[letter]}{variant}, "
+                    f"got {list(value.shape)}"
+                ),
             )
         if value.dtype not in dtypes:
             self.fail(
@@ -131,8 +133,9 @@ class Check:
         value_heads, key_heads = self.sizes["HV"], self.sizes["H"]
         self.require(
             key_heads > 0 and value_heads % key_heads == 0,
-            lambda: f"HV must be a multiple of H, got HV = {value_heads} and "
-            f"H = {key_heads}",
+            lambda: (
+                f"HV must be a multiple of H, got HV = {value_heads} and H = {key_heads}"
+            ),
         )
         self.key_dim()
 
@@ -160,26 +163,30 @@ class Check:
             self.tensor("cu_seqlens", cu_seqlens, "B+1", INDEX)
             self.require(
                 cu_seqlens.shape[0] == batch + 1,
-                lambda: f"cu_seqlens must be [B + 1] with B = {batch}, "
-                f"got {list(cu_seqlens.shape)}",
+                lambda: (
+                    f"cu_seqlens must be [B + 1] with B = {batch}, "
+                    f"got {list(cu_seqlens.shape)}"
+                ),
             )
             return
         capacity = self.sizes.get("T")
         if isinstance(batch, int) and batch == 0:
-            self.require(
-                tokens == 0, lambda: f"N must be 0 when B is 0, got N = {tokens}"
-            )
+            self.require(tokens == 0, lambda: f"N must be 0 when B is 0, got N = {tokens}")
             return
         self.require(
             tokens % batch == 0,
-            lambda: "without cu_seqlens N must be a multiple of B, got "
-            f"N = {tokens} and B = {batch}",
+            lambda: (
+                "without cu_seqlens N must be a multiple of B, got "
+                f"N = {tokens} and B = {batch}"
+            ),
         )
         if capacity is not None:
             self.require(
                 tokens <= capacity * batch,
-                lambda: f"D = N / B = {tokens // batch} tokens a row do not fit the "
-                f"window's T = {capacity} rows",
+                lambda: (
+                    f"D = N / B = {tokens // batch} tokens a row do not fit the "
+                    f"window's T = {capacity} rows"
+                ),
             )
 
 

@@ -70,9 +70,7 @@ def _check_fold(
     check.tensor(
         "state", state, f"{outer}S HV V K", checks.ACTIVATION, dense=3, written=True
     )
-    kda = checks.is_kda(
-        check, "g_window", g_window, f"{outer}R HV T", f"{outer}R HV T K"
-    )
+    kda = checks.is_kda(check, "g_window", g_window, f"{outer}R HV T", f"{outer}R HV T K")
     checks.windows(
         check, k_window, v_window, g_window, beta_window,
         kda=kda, dtype=checks.ACTIVATION, outer=outer,

@@ -61,7 +61,7 @@ def launcher(
     ``arrange`` puts the op's arguments in order: (tensors as the kernel takes them,
     absent ones None; the rest). ``plan(lowering, tensors, rest)`` makes the plan.
     """
-    plans: dict[tuple, tuple[Plan, Any]] = {}
+    plans: dict[tuple, tuple[Plan, tuple, Any]] = {}
 
     def call(*args, **kwargs):
         tensors, rest = arrange(*args, **kwargs)
@@ -79,7 +79,7 @@ def launcher(
                      pointer & 15 == 0)
                 )  # fmt: skip
         key = tuple(metadata)
-        made, compiled = plans.get(key, (None, None))
+        made, constants, launch = plans.get(key, (None, None, None))
         if made is None or _differentiable(tensors):
             check(*args, **kwargs)
         index = tensors[0].get_device()
@@ -92,16 +92,16 @@ def launcher(
             torch.empty(shape, dtype=dtype, device=tensors[0].device)
             for shape, dtype in made.outputs
         ]
-        if compiled is None:
+        if launch is None:
             compiled = made.compile_and_launch(tensors, outputs)
             if len(plans) >= _MAX_PLANS:
                 plans.clear()
-            plans[key] = made, compiled
+            if compiled is not None:
+                constants = (*made.scalars, *made.constants.values())
+                plans[key] = made, constants, compiled[made.programs]
         else:
-            compiled[made.programs](
-                *pointers, *(out.data_ptr() for out in outputs), *made.scalars,
-                *made.constants.values(),
-            )  # fmt: skip
+            pointers.extend(out.data_ptr() for out in outputs)
+            launch(*pointers, *constants, stream=torch._C._cuda_getCurrentRawStream(index))
         if len(outputs) < 2:
             return outputs[0] if outputs else None
         return tuple(outputs)

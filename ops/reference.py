@@ -6,6 +6,8 @@ alike whatever stands beside it: bits do not depend on the batch, nor on whether
 verify, fold or decode asks.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,7 @@ def _rows(tokens: int, batch: int, cu_seqlens: Tensor | None) -> list[range]:
         length = tokens // batch if batch else 0
         return [range(i * length, (i + 1) * length) for i in range(batch)]
     ends = [min(max(int(end), 0), tokens) for end in cu_seqlens]
-    return [range(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
 def gate(a, b, A_log, dt_bias, *, lower_bound=None):
@@ -98,13 +100,9 @@ def verify(
     slots = state_indices.tolist()
     live = (state_indices >= 0) & (state_indices < state.shape[0])
     window_rows = torch.where(live, window_indices.long(), -1)
-    store(
-        k, v, g, beta, k_window, v_window, g_window, beta_window, window_rows, cu_seqlens
-    )
+    store(k, v, g, beta, k_window, v_window, g_window, beta_window, window_rows, cu_seqlens)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    for slot, span in zip(
-        slots, _rows(q.shape[0], len(slots), cu_seqlens), strict=True
-    ):
+    for slot, span in zip(slots, _rows(q.shape[0], len(slots), cu_seqlens), strict=True):
         if 0 <= slot < state.shape[0]:
             S = _fp32(state[slot])
             for n in span:

@@ -38,9 +38,7 @@ def lowering(device: torch.device | str = "cuda") -> Lowering:
     if device.type == "cpu":
         return Lowering("reference", "CPU tensors run the torch token loop.")
     if device.type != "cuda":
-        raise ValueError(
-            f"device must be a CPU, CUDA or ROCm device, got {device.type!r}"
-        )
+        raise ValueError(f"device must be a CPU, CUDA or ROCm device, got {device.type!r}")
     index = torch.cuda.current_device() if device.index is None else device.index
     return _gpu_lowering(index)
 
@@ -48,9 +46,7 @@ def lowering(device: torch.device | str = "cuda") -> Lowering:
 @functools.cache
 def _gpu_lowering(index: int) -> Lowering:
     if importlib.util.find_spec("triton") is None:
-        raise RuntimeError(
-            "replayssm needs triton to run on a GPU; it is not installed"
-        )
+        raise RuntimeError("replayssm needs triton to run on a GPU; it is not installed")
     if torch.version.hip is not None:
         return Lowering("portable", "ROCm devices run plain Triton.")
     major, minor = torch.cuda.get_device_capability(index)
@@ -71,7 +67,8 @@ def kernels(index: int) -> SimpleNamespace:
 def load(name: str) -> SimpleNamespace:
     """The kernels of a lowering: its own, and the copies that all lowerings share."""
     modules = (
-        importlib.import_module(f"replayssm.ops.kernels.{part}") for part in (name, "copies")
+        importlib.import_module(f"replayssm.ops.kernels.{part}")
+        for part in (name, "copies")
     )
     return SimpleNamespace(
         **{key: value for module in modules for key, value in vars(module).items()}

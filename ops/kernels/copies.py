@@ -53,9 +53,7 @@ def _copy(p_to, p_from, size, BLOCK: tl.constexpr):
     tl.store(p_to + o, tl.load(p_from + o, mask=mask), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["B", "S", "R", "D", "si_s", "st_s", "so_s", "ti_s", "ts_s"]
-)
+@triton.jit(do_not_specialize=["B", "S", "R", "D", "si_s", "st_s", "so_s", "ti_s", "ts_s"])
 def scatter(
     state, intermediate, state_indices, step_indices, source_indices, track_indices,
     track_steps, size, B, S, R, D,

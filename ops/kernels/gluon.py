@@ -22,9 +22,7 @@ from .step import (
 )
 
 # triton renamed the method after 3.6.
-_PUBLIC_REINTERPRET = gl.constexpr(
-    hasattr(gl.shared_memory_descriptor, "reinterpret")
-)
+_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
@@ -199,7 +197,9 @@ def recur(
         mask_tv = (t0 + o_vt < n)[:, None] & (o_pv < V)[None, :]
         p_v = v + (token_v * v_n + i_hv * v_h)[:, None] + o_pv[None, :]
         b_v = gl.load(p_v, mask=mask_tv, other=0.0)
-        beta = sigmoid(gl.load(b + token * b_n + i_hv * b_h, mask=mask_t, other=0.0).to(gl.float32))
+        beta = sigmoid(
+            gl.load(b + token * b_n + i_hv * b_h, mask=mask_t, other=0.0).to(gl.float32)
+        )
         if KDA:
             b_a = _load_chunks(a + token * a_n + i_hv * a_h, o_pk, mask_t, K)
             b_g = ()
@@ -226,7 +226,9 @@ def recur(
                 else:
                     p_g = g_window + row * gw_s + o_gate[:, None]
                     gl.store(p_g, b_g[0], mask=mask_w[:, None])
-            p_vw = v_window + row * vw_s + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :]
+            p_vw = (
+                v_window + row * vw_s + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :]
+            )
             gl.store(p_vw, b_v, mask=mask_tv & (t0 + o_vt < stored)[:, None])
 
         decay = ()
@@ -249,9 +251,7 @@ def recur(
         _store_chunks(p_state, o_k, mask_v, h, K)
 
 
-@gluon.jit(
-    do_not_specialize=["B", "S", "R", "T", "si_s", "ac_s", "wi_s", "ti_s", "ts_s"]
-)
+@gluon.jit(do_not_specialize=["B", "S", "R", "T", "si_s", "ac_s", "wi_s", "ti_s", "ts_s"])
 def fold(
     state, k_window, v_window, g_window, beta_window, state_indices, accept_lens,
     window_indices, track_indices, track_steps,

@@ -151,9 +151,7 @@ def recur(
         _store_chunks(p_state, o_k, mask_v, h, K, 4)
 
 
-@triton.jit(
-    do_not_specialize=["B", "S", "R", "T", "si_s", "ac_s", "wi_s", "ti_s", "ts_s"]
-)
+@triton.jit(do_not_specialize=["B", "S", "R", "T", "si_s", "ac_s", "wi_s", "ti_s", "ts_s"])
 def fold(
     state, k_window, v_window, g_window, beta_window, state_indices, accept_lens,
     window_indices, track_indices, track_steps,

@@ -1,0 +1,102 @@
+"""Every GPU kernel compiles for every card it is meant for, without that card."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from compiling import compiled, meta, plan_of, usage
+from replayssm.ops import select
+
+F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
+KERNELS = {name: select.load(name) for name in ("gluon", "portable")}
+
+
+def arguments(op: str, *, B=32, D=8, H=16, HV=32, K=128, V=128, kda=False, state=F32):
+    """(args, kwargs) of one op at a model's shape, on meta tensors."""
+    N, S, T, L = B * D, 64, 8, 3
+    tokens = N if op != "decode" else B
+    q, k = (meta(tokens, H, K, dtype=BF16) for _ in range(2))
+    v = meta(tokens, HV, V, dtype=BF16)
+    a = meta(tokens, *((HV, K) if kda else (HV,)), dtype=BF16)
+    b, A_log = meta(tokens, HV, dtype=BF16), meta(HV, dtype=F32)
+    dt_bias = meta(*((HV, K) if kda else (HV,)), dtype=F32)
+    pool = meta(L, S, HV, V, K, dtype=state)
+    windows = (
+        meta(L, S, H, T, K, dtype=BF16), meta(L, S, HV, T, V, dtype=BF16),
+        meta(L, S, HV, T, *((K,) if kda else ()), dtype=F32), meta(L, S, HV, T, dtype=F32),
+    )  # fmt: skip
+    one = [window[0] for window in windows]
+    slots = meta(B, dtype=I32)
+    gates = (a, b, A_log, dt_bias)
+    index = {"track_indices": slots, "track_steps": slots}
+    return {
+        "gate": (gates, {}),
+        "store": ((k, v, a.float(), b.float(), *one, slots), {}),
+        "verify": ((q, k, v, *gates, pool[0], *one, slots), {}),
+        "ragged": ((q, k, v, *gates, pool[0], *one, slots, meta(B + 1, dtype=I32)), {}),
+        "decode": ((q, k, v, *gates, pool[0], slots), {}),
+        "fold": ((pool, *windows, slots, slots), {}),
+        "track": ((pool, *windows, slots, slots), index),
+        "scatter": ((pool, meta(L, 4, 8, HV, V, K, dtype=state), slots, slots), index),
+    }[op]
+
+
+def build(lowering: str, op: str, target: str, **shape):
+    args, kwargs = arguments(op, **shape)
+    name = {"ragged": "verify", "track": "fold"}.get(op, op)
+    return compiled(*plan_of(KERNELS[lowering], name, *args, **kwargs), target)
+
+
+@pytest.mark.parametrize("op", ["gate", "verify", "ragged", "decode", "track"])
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("target", ["80", "100"])
+def test_gluon_compiles_for_other_nvidia_cards(op, kda, target):
+    assert build("gluon", op, target, kda=kda).asm["cubin"]
+
+
+@pytest.mark.parametrize("op", ["gate", "store", "verify", "decode", "track", "scatter"])
+@pytest.mark.parametrize("target", ["80", "gfx942"])
+def test_portable_compiles_for_nvidia_and_amd(op, target):
+    kernel = build("portable", op, target, kda=True)
+    assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])  # one batch for each tile of the tables
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("op", ["verify", "ragged", "decode", "fold", "track"])
+def test_no_configuration_spills_registers_on_sm_90(op, kda, batch):
+    used = usage(build("gluon", op, "90", kda=kda, B=batch))
+    assert used.spilled_bytes == 0, used
+
+
+@pytest.mark.parametrize("K, V", [(32, 64), (64, 64), (96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize("op", ["verify", "fold"])
+def test_no_head_dim_spills_registers_on_sm_90(op, K, V):
+    used = usage(build("gluon", op, "90", kda=True, K=K, V=V, H=8, HV=8))
+    assert used.spilled_bytes == 0, used
+
+
+def test_only_written_fma_is_contracted():
+    """fold(n) equals decode bit for bit only while no compiler fuses on its own:
+    every multiplication and addition in the code says how it rounds."""
+    ptx = build("gluon", "verify", "90").asm["ptx"]
+    assert re.search(r"\bfma\.rn\.f32", ptx)
+    loose = re.findall(r"\b(?:mul|add|sub|mad)\.f32", ptx)
+    assert not loose, loose
+
+
+@pytest.mark.parametrize("state", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", ["verify", "decode", "fold"])
+def test_the_portable_layout_is_the_same_for_every_op_and_state(op, state):
+    """The layout of the summed tile decides the order of its sums."""
+    code = build("portable", op, "90", state=state).asm["ttgir"]
+    summed = re.findall(r"\}\) : \(tensor<32x32xf32, (#blocked\d*)>\)", code)
+    assert summed
+    layouts = {re.search(rf"{tile} = (.*)", code)[1] for tile in set(summed)}
+    assert layouts == {
+        "#ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], "
+        "warpsPerCTA = [2, 1], order = [1, 0]}>"
+    }

@@ -1,0 +1,241 @@
+"""Every shape and layout the ops promise, against fp64 and bitwise against dense runs."""
+
+import pytest
+import torch
+
+import oracle
+from samples import POOLS, TOKENS, VARIANTS, bits_equal, make, stack
+
+variants = pytest.mark.parametrize("variant", ["gdn", "kda"])
+HEAD_DIMS = [
+    (32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256),
+    (32, 64), (64, 128), (192, 128), (128, 64), (80, 80), (48, 40), (5, 3),
+]  # fmt: skip
+KDA_HEAD_DIMS = [(128, 128), (256, 256), (192, 128), (64, 128), (80, 80), (5, 3)]
+RATIOS = [(2, 2), (12, 12), (2, 4), (1, 3), (2, 8), (2, 14), (1, 8)]
+
+
+def check_against_fp64(p, accept):
+    """Outputs and committed states."""
+    want, trajectories = oracle.run(p)
+    oracle.assert_outputs(p.verify(), want)
+    p.fold(accept)
+    for slot, n, states in zip(p.state_indices.tolist(), accept, trajectories, strict=True):
+        assert oracle.state_error(p.state[slot], states[n]) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("variant", "K", "V"),
+    [("gdn", *dims) for dims in HEAD_DIMS] + [("kda", *dims) for dims in KDA_HEAD_DIMS],
+)
+def test_any_head_dims_follow_fp64(device, variant, K, V):
+    """Unequal dims catch a transposed state, odd ones a missing mask (case 48, 53)."""
+    check_against_fp64(make(device, variant, B=2, D=2, K=K, V=V, H=1, HV=2), [2, 1])
+
+
+@pytest.mark.parametrize(
+    ("variant", "H", "HV"),
+    [("gdn", *heads) for heads in RATIOS] + [("kda", 12, 12), ("kda", 1, 3)],
+)
+def test_any_ratio_of_value_to_key_heads_follows_fp64(device, variant, H, HV):
+    """Key head hv // (HV / H), ratios 1, 2, 3, 4, 7 and 8 (field cases 50, 51)."""
+    check_against_fp64(make(device, variant, B=2, D=3, H=H, HV=HV), [3, 1])
+
+
+@variants
+@pytest.mark.parametrize("D", range(1, 17))
+def test_any_window_length_follows_fp64(device, variant, D):
+    """With T larger than D, as one buffer serves several D (field case 55)."""
+    check_against_fp64(make(device, variant, B=2, D=D, T=16), [D, (D + 1) // 2])
+
+
+@variants
+@pytest.mark.parametrize("B", [1, 2, 256])
+def test_any_batch_size_follows_fp64(device, variant, B):
+    p = make(device, variant, B=B, D=1)
+    oracle.assert_outputs(p.copy().decode(0), oracle.run(p)[0])
+    check_against_fp64(p, [1] * B)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("gate_dtype", [torch.float16, torch.float32], ids=str)
+def test_each_gate_input_has_its_own_dtype(device, dtype, gate_dtype):
+    p = make(device, "gdn", dtype=dtype)
+    narrow = {"a": p.a.bfloat16(), "b": p.b.to(gate_dtype), "A_log": p.A_log.half()}
+    p = p.with_(**narrow, dt_bias=p.dt_bias.bfloat16())
+    upcast = p.copy().with_(
+        **{name: getattr(p, name).float() for name in (*narrow, "dt_bias")}
+    )
+    bits_equal(p.verify(), upcast.verify(), "outputs")
+    p.assert_untouched(upcast.memory())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ragged_rows_follow_fp64(device, variant):
+    """Zero-length rows and an uncovered tail, whose output is zero (field case 15)."""
+    p = make(device, variant, lengths=[0, 4, 1, 0, 7], tail=5)
+    want, _ = oracle.run(p)
+    check_against_fp64(p, [0, 4, 1, 0, 3])
+    assert not want[12:].any()
+
+
+def test_a_ragged_row_longer_than_the_window_is_verified_but_not_stored(device):
+    p = make(device, "gdn", lengths=[2, 5], T=3)
+    want, trajectories = oracle.run(p)
+    oracle.assert_outputs(p.verify(), want)
+    p.fold([2, 5])  # clamped to T = 3
+    for slot, n, states in zip(p.state_indices.tolist(), [2, 3], trajectories, strict=True):
+        assert oracle.state_error(p.state[slot], states[n]) <= 1e-6
+
+
+@variants
+@pytest.mark.parametrize("cu_seqlens", [None, [0]])
+def test_an_empty_batch_does_nothing(device, variant, cu_seqlens):
+    """B = 0 (field case 37)."""
+    p = make(device, variant).take([])
+    p = p.with_(cu_seqlens=None if cu_seqlens is None else p.indices(cu_seqlens))
+    before = p.memory()
+    assert p.verify().shape == (0, *p.v.shape[1:])
+    p.fold([])
+    p.assert_untouched(before)
+    if cu_seqlens is None:
+        assert p.decode(0).shape == (0, *p.v.shape[1:])
+
+
+@variants
+def test_a_batch_of_padding_does_nothing(device, variant):
+    """Every slot -1 (field cases 35, 37)."""
+    p = make(device, variant)
+    p = p.with_(state_indices=torch.full_like(p.state_indices, -1))
+    before = p.memory()
+    assert not p.verify().any()
+    assert not p.decode(0).any()
+    p.fold([4, 4, 4])
+    p.assert_untouched(before)
+
+
+@variants
+def test_a_batch_without_tokens_returns_zeros_of_the_tail(device, variant):
+    p = make(device, variant, lengths=[0, 0], tail=3)
+    before = p.memory()
+    out = p.verify()
+    assert out.shape[0] == 3
+    assert not out.any()
+    p.assert_untouched(before)
+
+
+@variants
+def test_int64_and_strided_indices_give_the_same_bits(device, variant):
+    """Field case 44."""
+    plain = make(device, variant, lengths=[3, 1, 4], R=6)
+    other = plain.copy()
+    wide = {}
+    for name in ("state_indices", "window_indices", "cu_seqlens"):
+        value = getattr(plain, name).long()
+        wide[name] = torch.stack([value, value - 100], dim=1)[:, 0]
+    other = other.with_(**wide)
+    bits_equal(other.verify(), plain.verify(), "outputs")
+    plain.fold([3, 1, 2])
+    accept = torch.tensor([[3, 9], [1, 9], [2, 9]], device=device)[:, 0]
+    other.fold(accept)
+    plain.assert_untouched(other.memory())
+
+
+@variants
+def test_strided_pools_and_packed_tokens_give_the_same_bits_as_dense(device, variant):
+    """Writes land in the view, other pages keep their NaN (field cases 45, 46)."""
+    strided = make(device, variant, R=5)
+    dense = strided.with_(
+        **{name: getattr(strided, name).contiguous() for name in (*POOLS, *TOKENS)}
+    )
+    bits_equal(strided.verify(), dense.verify(), "outputs")
+    for problem in (strided, dense):
+        problem.fold([4, 2, 0])
+    bits_equal(strided.decode(1), dense.decode(1), "decode")
+    for name in POOLS:
+        bits_equal(getattr(strided, name), getattr(dense, name), name)
+        assert strided.memory(name)[name][:, 0].isnan().all(), f"{name}'s other pages"
+
+
+def pitched(x, pitch):
+    """x with its last dimension ``pitch`` elements apart, NaN between."""
+    room = torch.full((*x.shape, pitch), float("nan"), dtype=x.dtype, device=x.device)
+    room[..., 0] = x
+    return room[..., 0]
+
+
+@variants
+def test_strided_gates_give_the_same_bits(device, variant):
+    """b and GDN's a may have any stride, dt_bias and A_log too (field case 46)."""
+    plain = make(device, variant)
+    kda = variant == "kda"
+    odd = plain.copy().with_(
+        b=pitched(plain.b, 40),
+        a=plain.a if kda else plain.a.t().contiguous().t(),
+        A_log=pitched(plain.A_log, 3),
+        dt_bias=plain.dt_bias.t().contiguous().t() if kda else pitched(plain.dt_bias, 7),
+    )
+    bits_equal(odd.verify(), plain.verify(), "outputs")
+    odd.assert_untouched(plain.memory())
+    bits_equal(odd.decode(0), plain.decode(0), "decode")
+    odd.assert_untouched(plain.memory("state"))
+
+
+@pytest.mark.gpu
+def test_slots_beyond_int32_offsets_are_addressed_rightly():
+    """Slot 8,295 of an 8.7 GB pool aliases slot 103 in 32 bits (field case 41)."""
+    p = make("cuda", "gdn", B=2, D=2, H=16, HV=32, K=128, V=128, state_dtype=torch.bfloat16)
+    far = torch.tensor([8295, 4199], device="cuda", dtype=torch.int32)
+    state = torch.zeros(8300, 32, 128, 128, device="cuda", dtype=torch.bfloat16)
+    state[far.long()] = p.state[p.state_indices.long()]
+    big = p.copy().with_(state=state, state_indices=far, window_indices=p.state_indices)
+    bits_equal(big.verify(), p.verify(), "outputs")
+    for problem in (big, p):
+        problem.fold([2, 1])
+    bits_equal(big.state[far.long()], p.state[p.state_indices.long()], "state")
+    touched = {int(slot) for slot in state.flatten(1).any(1).nonzero()}
+    assert touched == {8295, 4199}
+
+
+def spread(x, stride):
+    """x with its first dimension ``stride`` elements apart."""
+    inner = x[0].contiguous()
+    room = torch.zeros(
+        (x.shape[0] - 1) * stride + inner.numel(), dtype=x.dtype, device=x.device
+    )
+    return room.as_strided(x.shape, (stride, *inner.stride())).copy_(x)
+
+
+@pytest.mark.gpu
+def test_layers_beyond_int32_offsets_are_addressed_rightly():
+    """69 layers, 34 million elements apart: 2.3e9 in all (field case 42)."""
+    narrow = torch.bfloat16
+    layers = [make("cuda", B=2, D=2, state_dtype=narrow).next_tokens(i) for i in range(69)]
+    near, views = stack(layers)
+    for view in views:
+        view.verify()
+    far = near.with_(
+        state=spread(near.state, 34_000_000), v_window=spread(near.v_window, 34_000_000)
+    )
+    for problem in (near, far):
+        problem.fold([2, 1])
+    bits_equal(far.state, near.state, "state")
+
+
+@pytest.mark.gpu
+def test_window_rows_beyond_int32_offsets_are_addressed_rightly():
+    """Rows 1.2e9 elements apart: the last starts at 2.4e9 (field case 43)."""
+    near = make("cuda", B=3, D=2, R=3)
+    rows = {
+        name: spread(getattr(near, name), 1_200_000_000)
+        for name in ("k_window", "v_window")
+    }
+    far = near.with_(**rows)
+    bits_equal(far.verify(), near.verify(), "outputs")
+    for name in rows:
+        bits_equal(getattr(far, name), getattr(near, name), name)
+    near.fold([2, 1, 2])
+    state = near.state.clone()
+    fresh = make("cuda", B=3, D=2, R=3)
+    far.with_(state=fresh.state).fold([2, 1, 2])
+    bits_equal(fresh.state, state, "state")

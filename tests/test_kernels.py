@@ -1,0 +1,102 @@
+"""What only a GPU can show of the kernels: tiles, lowerings, what is compiled."""
+
+import pytest
+import torch
+
+from replayssm import ops
+from replayssm.ops import registration, select
+from samples import VARIANTS, bits_equal, make
+
+pytestmark = pytest.mark.gpu
+
+# Every tile the tables may pick, and more: (BV, warps) with 1 to 8 rows a thread.
+TILES = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4)]
+
+
+def kernels(name: str, tile: tuple[int, int] | None = None):
+    chosen = select.load(name)
+    if tile is not None:
+        chosen.recur_tile = chosen.fold_tile = lambda *shape: tile
+    return chosen
+
+
+def verify(chosen, p):
+    return registration.run(chosen, "verify", *p.args, lower_bound=p.lower_bound)[0]
+
+
+def fold(chosen, p, accept):
+    registration.run(
+        chosen, "fold", p.state, *p.windows, p.state_indices, p.indices(accept),
+        window_indices=p.window_indices,
+    )  # fmt: skip
+
+
+def decode(chosen, p, t):
+    tokens = (x.unflatten(0, p.batch_and_length)[:, t] for x in p.tokens)
+    return registration.run(
+        chosen, "decode", *tokens, p.A_log, p.dt_bias, p.state, p.state_indices,
+        lower_bound=p.lower_bound,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_tile_gives_the_same_bits(variant, tile):
+    p = make("cuda", variant, B=3, D=6, H=2, HV=6, K=128, V=128)
+    other = p.copy()
+    bits_equal(verify(kernels("gluon", tile), other), p.verify(), "outputs")
+    for name in ("k_window", "v_window", "g_window", "beta_window"):
+        bits_equal(getattr(other, name), getattr(p, name), name)
+    p.fold([6, 3, 1])
+    fold(kernels("gluon", tile), other, [6, 3, 1])
+    bits_equal(other.state, p.state, "state")
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("K, V", [(128, 128), (96, 40), (64, 192)])
+def test_the_portable_lowering_commits_what_it_decodes(variant, K, V, state_dtype):
+    chosen = kernels("portable")
+    n = 4 if state_dtype == torch.float32 else 1
+    p = make("cuda", variant, B=3, D=4, H=2, HV=6, K=K, V=V, state_dtype=state_dtype)
+    plain = p.copy()
+    out = verify(chosen, p).unflatten(0, (3, 4))
+    fold(chosen, p, [n] * 3)
+    for t in range(n):
+        bits_equal(decode(chosen, plain, t), out[:, t], f"outputs of token {t}")
+    bits_equal(p.state, plain.state, "state")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_lowerings_agree_to_rounding(variant):
+    """Across lowerings only sums are ordered differently: fp32 rounding."""
+    p = make("cuda", variant, B=3, D=4, H=1, HV=3, K=64, V=96, dtype=torch.float32)
+    other = p.copy()
+    want, got = p.verify(), verify(kernels("portable"), other)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    p.fold([4, 2, 1])
+    fold(kernels("portable"), other, [4, 2, 1])
+    torch.testing.assert_close(other.state, p.state, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_a_larger_pool_compiles_nothing_new():
+    """Field case 81: pool sizes and strides are run-time arguments."""
+    chosen = select.load(ops.lowering().name)
+
+    def compiled() -> int:
+        caches = chosen.recur.device_caches, chosen.fold.device_caches
+        return sum(len(cache[torch.cuda.current_device()][0]) for cache in caches)
+
+    for S in (64, 65, 66):
+        p = make("cuda", "gdn", B=8, S=S)
+        p.verify()
+        p.fold([1] * 8)
+        if S == 64:
+            before = compiled()
+    assert compiled() == before
+
+
+def test_the_lowering_of_this_card_is_named_with_its_reason():
+    name, reason = ops.lowering()
+    assert name == ("portable" if torch.version.hip else "gluon")
+    assert "sm_" in reason or "ROCm" in reason

@@ -1,0 +1,176 @@
+"""Each op keeps its schema's word: opcheck, and what opcheck cannot see."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from calls import CALLS, mutated, named
+from replayssm import ops
+from samples import bits_equal, make, pages
+
+every_call = pytest.mark.parametrize("label", CALLS)
+
+
+def overload(op):
+    return getattr(torch.ops.replayssm, op).default
+
+
+def outputs_of(result):
+    if result is None:
+        return ()
+    return result if isinstance(result, tuple) else (result,)
+
+
+@every_call
+def test_opcheck_passes(device, label):
+    """Schema, autograd registration, fake kernel and AOT dispatch (field case 76)."""
+    op, args, kwargs = CALLS[label](device)
+    torch.library.opcheck(overload(op), args, kwargs)
+
+
+@every_call
+def test_just_the_declared_arguments_are_written(device, label):
+    """Every one of them really is, and no bit of any other's memory."""
+    op, args, kwargs = CALLS[label](device)
+    tensors = named(op, args, kwargs)
+    before = {name: pages(x).clone() for name, x in tensors.items()}
+    overload(op)(*args, **kwargs)
+    for name, x in tensors.items():
+        if name in mutated(op):
+            with pytest.raises(AssertionError, match="elements differ"):
+                bits_equal(pages(x), before[name])
+        else:
+            bits_equal(pages(x), before[name], name)
+
+
+@every_call
+def test_the_public_function_is_the_registered_op(device, label):
+    op, args, kwargs = CALLS[label](device)
+    _, other_args, other_kwargs = CALLS[label](device)
+    got = outputs_of(getattr(ops, op)(*args, **kwargs))
+    want = outputs_of(overload(op)(*other_args, **other_kwargs))
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        bits_equal(one, other, f"output {i}")
+    written, others = named(op, args, kwargs), named(op, other_args, other_kwargs)
+    for name in mutated(op):
+        bits_equal(pages(written[name]), pages(others[name]), name)
+
+
+@every_call
+def test_outputs_are_fresh_tensors(device, label):
+    """No output shares memory with an input or another output (field case 77)."""
+    op, args, kwargs = CALLS[label](device)
+    outputs = outputs_of(overload(op)(*args, **kwargs))
+    inputs = named(op, args, kwargs).values()
+    storages = [x.untyped_storage().data_ptr() for x in (*outputs, *inputs)]
+    for i, output in enumerate(outputs):
+        assert output._base is None
+        assert storages.count(storages[i]) == 1
+
+
+def like(x, mode):
+    return mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
+
+
+@every_call
+def test_the_fake_kernel_has_the_real_outputs_metadata(device, label):
+    """Shape, dtype, device and strides, for strided and ragged inputs (case 78)."""
+    op, args, kwargs = CALLS[label](device)
+    with FakeTensorMode() as mode:
+        fake_args = [like(x, mode) for x in args]
+        fake_kwargs = {name: like(x, mode) for name, x in kwargs.items()}
+        fakes = outputs_of(overload(op)(*fake_args, **fake_kwargs))
+    reals = outputs_of(overload(op)(*args, **kwargs))
+    for fake, real in zip(fakes, reals, strict=True):
+        assert fake.shape == real.shape
+        assert fake.dtype == real.dtype
+        assert fake.device == real.device
+        assert fake.stride() == real.stride()
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1, 3, 5), (2, 3, 2, 6, 7, 9), (5, 16, 3, 3, 64, 8)]
+)
+def test_fake_outputs_follow_the_input_sizes(device, shape):
+    B, D, H, HV, K, V = shape
+    p = make(device, "kda", B=B, D=D, H=H, HV=HV, K=K, V=V)
+    with FakeTensorMode() as mode:
+        fake = p.with_(**{
+            name: like(value, mode) for name, value in vars(p).items() if value is not None
+        })  # fmt: skip
+        out = overload("verify")(*fake.args)
+        g, beta = overload("gate")(fake.a, fake.b, fake.A_log, fake.dt_bias)
+    for got, dims in ((out, (B * D, HV, V)), (g, (B * D, HV, K)), (beta, (B * D, HV))):
+        assert tuple(got.shape) == dims
+        assert got.is_contiguous()
+
+
+@every_call
+def test_meta_tensors_give_meta_outputs(label):
+    op, args, kwargs = CALLS[label]("cpu")
+    reals = outputs_of(overload(op)(*args, **kwargs))
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to("meta"), (args, kwargs)
+    )
+    for meta, real in zip(outputs_of(overload(op)(*args, **kwargs)), reals, strict=True):
+        assert meta.device.type == "meta"
+        assert meta.shape == real.shape
+        assert meta.dtype == real.dtype
+        assert meta.stride() == real.stride()
+
+
+FLOATING = [
+    (label, name)
+    for label in (
+        "gate-gdn",
+        "store-gdn",
+        "verify-gdn",
+        "decode-gdn",
+        "fold-gdn",
+        "scatter-state",
+    )
+    for name, x in named(*CALLS[label]("cpu")).items()
+    if x.is_floating_point()
+]
+
+
+@pytest.mark.parametrize(("label", "name"), FLOATING)
+def test_a_tensor_that_requires_grad_is_refused_in_grad_mode(device, label, name):
+    """Any of the arguments; its gradient would be silently wrong."""
+    op, args, kwargs = CALLS[label](device)
+    overload(op)(*args, **kwargs)  # what was accepted once is checked again
+    tensors = named(op, args, kwargs)
+    before = {written: tensors[written].clone() for written in mutated(op)}
+    tensors[name] = tensors[name].detach().requires_grad_()
+    with pytest.raises(ValueError, match=f"{op}: {name} requires grad"):
+        overload(op)(**tensors)
+    for written, value in before.items():
+        bits_equal(tensors[written], value, written)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("label", ["gate-gdn", "verify-kda", "decode-gdn"])
+def test_parameters_are_accepted_without_grad_mode(device, label, mode):
+    """A_log and dt_bias are nn.Parameters in every model."""
+    op, args, kwargs = CALLS[label](device)
+    want = outputs_of(overload(op)(*args, **kwargs))
+    op, args, kwargs = CALLS[label](device)
+    tensors = named(op, args, kwargs)
+    for name in ("A_log", "dt_bias"):
+        tensors[name] = torch.nn.Parameter(tensors[name])
+    with mode():
+        got = outputs_of(overload(op)(**tensors))
+    for one, other in zip(got, want, strict=True):
+        bits_equal(one.clone(), other, "output")
+        assert not one.requires_grad
+
+
+def test_inference_tensors_are_written_in_inference_mode(device):
+    """Pools made under inference_mode, as engines make them."""
+    plain = make(device, "gdn")
+    with torch.inference_mode():
+        p = make(device, "gdn")
+        outputs = p.verify()
+        p.fold([1, 1, 1])
+        bits_equal(outputs[::4].clone(), plain.decode(0), "outputs")
+        bits_equal(p.state.clone(), plain.state, "state")
