@@ -35,7 +35,7 @@ def run(
     q = q * (K**-0.5 if scale is None else scale)
     head = torch.arange(HV) // (HV // q.shape[1])
     g, beta = gates(p)
-    decay = g.exp().reshape(g.shape[0], HV, 1, -1)
+    decay = (g if g.dim() == 3 else g.unsqueeze(-1)).exp().unsqueeze(2)
     out, trajectories = torch.zeros(v.shape, dtype=torch.float64), []
     for i, (slot, span) in enumerate(zip(p.state_indices.tolist(), p.spans(), strict=True)):
         if slot < 0:

@@ -21,8 +21,9 @@ from .step import (
     sigmoid,
 )
 
-# triton renamed the method after 3.6.
+# triton renamed both after 3.6.
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
@@ -239,6 +240,7 @@ def recur(
         _put_chunks(s_decay, decay)
         _put(s_v, b_v.to(gl.float32))
         _put(s_beta, beta[:, None])
+        _barrier()  # here, or triton puts one before the first read: inside the loop
         for t in range(gl.minimum(n - t0, TB)):
             h = advance(
                 h, _get_chunks(s_k, t, L), _get_chunks(s_decay, t, L),
@@ -278,7 +280,7 @@ def fold(
     row = slot
     if window_indices is not None:
         row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
-    n = gl.minimum(gl.load(accept_lens + i_b * ac_s), T).to(gl.int32)
+    n = gl.maximum(gl.minimum(gl.load(accept_lens + i_b * ac_s), T), 0).to(gl.int32)
     if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
         return
     o_v = i_v * BV + gl.arange(0, BV, layout=LV)
@@ -325,6 +327,7 @@ def fold(
         _put_chunks(s_decay, decay)
         _put(s_v, b_v.to(gl.float32))
         _put(s_beta, beta[:, None])
+        _barrier()  # here, or triton puts one before the first read: inside the loop
         for t in range(gl.minimum(n - t0, TB)):
             h = advance(
                 h, _get_chunks(s_k, t, L), _get_chunks(s_decay, t, L),
@@ -361,27 +364,27 @@ def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int
     """(BV, warps) of verify and decode, by heads in flight.
 
     H200, 30 layers of 16/32 heads, K = V = 128, D = 8, us at B = 1 / 8 / 32 / 128:
-    (16, 2): 170 / 515 / 1605 / 5669; (64, 2): 249 / 462 / 1565 / 5170;
-    (32, 2): 191 / 552 / 1482 / 4981. KDA, 20 layers of 32/32 heads:
-    (16, 2): 154 / 561 / 1788 / 6419; (64, 2): 212 / 352 / 1220 / 3862.
+    (16, 2): 171 / 508 / 1566 / 5558; (32, 2): 194 / 558 / 1485 / 4989;
+    (64, 2): 248 / 462 / 1548 / 4826. KDA, 20 layers of 32/32 heads:
+    (16, 2): 157 / 557 / 1764 / 6301; (64, 2): 210 / 349 / 1211 / 3829.
     """
     heads = batch * HV
     if heads < 128:
         tile = (16, 2)
-    elif kda or heads < 512:
-        tile = (64, 2)
-    else:
+    elif not kda and 512 <= heads < 2048:
         tile = (32, 2)
+    else:
+        tile = (64, 2)
     return _fit(K, V, *tile, 128 if K <= 128 else 64)
 
 
 def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
     """(BV, warps) of fold.
 
-    H200, shapes as above, 8 rows, us at B = 1 / 8 / 32 / 128: (32, 2): 48 / 280 / 1038
-    / 4169; (16, 2): 44 / 268 / 1032 / 4127, KDA 42 / 265 / 1014 / 4025 against
-    38 / 202 / 744 / 2946; (64, 2): 55 / 321 / 1215 / 4859. Four rows: 4095 of the
-    3763 that reading and writing the state takes at B = 128.
+    H200, shapes as above, 8 rows, us at B = 1 / 8 / 32 / 128: (32, 2): 47 / 275 / 1042
+    / 4178, KDA 37 / 199 / 729 / 2905; (16, 2): 44 / 270 / 1046 / 4171, KDA 41 / 260 /
+    1001 / 3984; (64, 2): 54 / 315 / 1186 / 4763. Reading and writing the state once
+    takes 957 / 3821 at B = 32 / 128; four rows take 1033 / 4140.
     """
     return _fit(K, V, 32, 2, 128)
 

@@ -173,7 +173,7 @@ def fold(
     row = slot
     if window_indices is not None:
         row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
-    n = tl.minimum(tl.load(accept_lens + i_b * ac_s), T).to(tl.int32)
+    n = tl.maximum(tl.minimum(tl.load(accept_lens + i_b * ac_s), T), 0).to(tl.int32)
     if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
         return
     o_v = i_v * BV + tl.arange(0, BV)
