@@ -55,15 +55,19 @@ def run(kernels: SimpleNamespace, name: str, *args, **kwargs) -> tuple[torch.Ten
     """Run op ``name`` with the kernels of a chosen lowering, unchecked and uncached.
 
     For tests and benchmarks, which compare lowerings and tiles on one device; outputs
-    come filled with NaN where a kernel does not write them.
+    come filled with NaN, or the least integer, where a kernel does not write them.
     """
     arrange, plan = _PLANS[name]
     tensors, rest = arrange(*args, **kwargs)
     made = plan(kernels, tensors, rest)
     device = tensors[0].device
     outputs = tuple(
-        torch.full(shape, torch.nan, dtype=dtype, device=device)
+        torch.full(shape, _unwritten(dtype), dtype=dtype, device=device)
         for shape, dtype in made.outputs
     )
     made.compile_and_launch(tensors, outputs)
     return outputs
+
+
+def _unwritten(dtype: torch.dtype) -> float | int:
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min

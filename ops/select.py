@@ -65,10 +65,10 @@ def kernels(index: int) -> SimpleNamespace:
 
 
 def load(name: str) -> SimpleNamespace:
-    """The kernels of a lowering: its own, and the copies that all lowerings share."""
+    """The kernels of a lowering: its own, and the copies and integer work of all."""
     modules = (
         importlib.import_module(f"replayssm.ops.kernels.{part}")
-        for part in (name, "copies")
+        for part in (name, "copies", "batch")
     )
     return SimpleNamespace(
         **{key: value for module in modules for key, value in vars(module).items()}

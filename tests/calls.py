@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from samples import VARIANTS, make, stack
+from samples import VARIANTS, make, pool, stack
 
 DECODE = ("q", "k", "v", "a", "b", "A_log", "dt_bias", "state", "state_indices")
 
@@ -70,6 +70,62 @@ def scatter(device, inner, track=False, dtype=torch.float32):
     return "scatter", (state, intermediate, slots, steps), kwargs
 
 
+def accept(device, lengths=None, draft=torch.int64, target=torch.int64, **options):
+    """Four requests; rows, packed rows, or columns of a wider tensor."""
+    drafts = torch.tensor([[5, 1, 2, 3], [6, 1, 9, 3], [7, 8, 2, 3], [8, 1, 2, 9]])
+    targets = torch.tensor([[1, 2, 3, 4]] * 4)
+    options = {name: torch.tensor(x, device=device) for name, x in options.items()}
+    if lengths is not None:
+        drafts, targets = drafts.flatten(), targets.flatten()
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
+        options["cu_seqlens"] = ends.to(device)
+    wide = torch.stack([drafts, drafts], dim=-1).to(device, draft)
+    return "accept", (wide[..., 0], targets.to(device, target)), options
+
+
+def commit_indices(device, track=False, index=torch.int32):
+    def indices(*values):
+        return torch.tensor(values, dtype=index, device=device)
+
+    outputs = [torch.full((5, 2), 99, dtype=index, device=device)[:, 1] for _ in range(4)]
+    args = (
+        indices(4, 1, 0, 3, 7), indices(6, 8, 15, 13, 1), indices(2, 0, 1, 3, 0),
+        indices(5, 3, 8, 1), indices(4), *outputs,
+    )  # fmt: skip
+    kwargs = {"track_slot_map": indices(9, 7, 6, 2), "track_interval": 8} if track else {}
+    return "commit_indices", args, kwargs
+
+
+def conv_commit(
+    device, channels=(6,), W=4, sliding=False, channels_last=False, track=False,
+    dtype=torch.bfloat16, index=torch.int32,
+):  # fmt: skip
+    """Two layers, five slots, three window rows, D = 3; the last slot is skipped."""
+    L, S, R, D = 2, 5, 3, 3
+    draw = torch.Generator().manual_seed(0)
+
+    def tensor(*outer, channels, columns):
+        inner = (columns, channels) if channels_last else (channels, columns)
+        values = torch.randn(*outer, *inner, generator=draw).to(dtype).to(device)
+        return pool(values, axis=len(outer))
+
+    states = [tensor(L, S, channels=C, columns=W - 1) for C in channels]
+    windows = [
+        tensor(L, R, channels=C, columns=D + W - 2)
+        if sliding
+        else tensor(L, R, D, channels=C, columns=W - 1)
+        for C in channels
+    ]
+    slots, accept, rows, to, at = (
+        torch.tensor(x, dtype=index, device=device)
+        for x in ([3, 0, 9], [3, 1, 2], [2, 1, 0], [1, 4, 2], [1, -1, 0])
+    )
+    kwargs = {"window_indices": rows, "channels_last": channels_last}
+    if track:
+        kwargs |= {"track_indices": to, "track_steps": at}
+    return "conv_commit", (states, windows, slots, accept), kwargs
+
+
 def _matrix():
     for variant in VARIANTS:
         for build in (gate, store, verify, decode, fold):
@@ -97,19 +153,53 @@ def _matrix():
         "scatter-bf16-vector",
         functools.partial(scatter, inner=(5,), dtype=torch.bfloat16),
     )
+    yield "accept", functools.partial(accept, target=torch.int32, verify_lens=[4, 3, 1, 0])
+    yield "accept-ragged", functools.partial(accept, lengths=[4, 0, 3, 5])
+    yield "commit_indices", functools.partial(commit_indices, index=torch.int64)
+    yield "commit_indices-track", functools.partial(commit_indices, track=True)
+    yield "conv_commit", conv_commit
+    for last in (False, True):
+        for sliding in (False, True):
+            form = "-sliding" if sliding else "-dense"
+            yield (
+                f"conv_commit{form}{'-last' if last else ''}-track",
+                functools.partial(
+                    conv_commit, channels=(6, 2, 3), sliding=sliding, track=True,
+                    channels_last=last,
+                ),
+            )  # fmt: skip
 
 
 CALLS = dict(_matrix())
 
 
-def mutated(op):
-    """The names of the arguments an op's schema declares as written."""
-    arguments = getattr(torch.ops.replayssm, op).default._schema.arguments
-    return [x.name for x in arguments if x.alias_info and x.alias_info.is_write]
-
-
 def named(op, args, kwargs):
-    """All tensors of a call by argument name."""
+    """All tensors of a call by argument name; those of a list are name[0], name[1], ..."""
     arguments = getattr(torch.ops.replayssm, op).default._schema.arguments
     values = dict(zip([x.name for x in arguments], args, strict=False)) | kwargs
-    return {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+    tensors = {}
+    for name, x in values.items():
+        if isinstance(x, list):
+            tensors |= {f"{name}[{i}]": item for i, item in enumerate(x)}
+        elif isinstance(x, torch.Tensor):
+            tensors[name] = x
+    return tensors
+
+
+def gathered(values):
+    """The arguments of a call from what ``named`` made of them; None is in no list."""
+    call = {}
+    for name, x in values.items():
+        argument, bracket, _ = name.partition("[")
+        if not bracket:
+            call[name] = x
+        else:
+            call.setdefault(argument, []).extend([] if x is None else [x])
+    return call
+
+
+def mutated(op, tensors):
+    """Those of a call's named tensors that the op's schema declares as written."""
+    arguments = getattr(torch.ops.replayssm, op).default._schema.arguments
+    written = {x.name for x in arguments if x.alias_info and x.alias_info.is_write}
+    return [name for name in tensors if name.partition("[")[0] in written]

@@ -11,9 +11,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from calls import CALLS, mutated, named
 from replayssm import ops
 from replayssm.ops import registration, select
-from samples import WINDOWS, bits_equal, make
+from samples import WINDOWS, bits_equal, make, pages
 
 KERNELS = select.load("portable")
 # The interpreter takes milliseconds a program and token: tiny shapes, K != V, HV/H = 3.
@@ -104,6 +105,20 @@ def scatter_like_the_reference():
     bits_equal(got, want, "state")
 
 
+def like_the_reference(*labels):
+    """The integer ops and the copies: equal bits."""
+    for label in labels:
+        op, args, kwargs = CALLS[label]("cpu")
+        _, other_args, other_kwargs = CALLS[label]("cpu")
+        want = getattr(ops, op)(*args, **kwargs) or ()
+        got = run(op, *other_args, **other_kwargs)
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            bits_equal(one, other, f"{label}: output {i}")
+        wanted, tensors = named(op, args, kwargs), named(op, other_args, other_kwargs)
+        for name in mutated(op, tensors):
+            bits_equal(pages(tensors[name]), pages(wanted[name]), f"{label}: {name}")
+
+
 CASES = {
     "verify gdn": lambda: verify_like_the_reference("gdn", B=2, D=3),
     "verify kda ragged": lambda: verify_like_the_reference("kda", **RAGGED),
@@ -115,6 +130,15 @@ CASES = {
     "store gdn": lambda: gates_and_store_fill_the_windows("gdn"),
     "store kda-safe": lambda: gates_and_store_fill_the_windows("kda-safe"),
     "scatter": scatter_like_the_reference,
+    "accept": lambda: like_the_reference("accept", "accept-ragged"),
+    "commit_indices": lambda: like_the_reference("commit_indices", "commit_indices-track"),
+    "conv_commit dense": lambda: like_the_reference(
+        "conv_commit", "conv_commit-dense-track"
+    ),
+    "conv_commit sliding": lambda: like_the_reference("conv_commit-sliding-track"),
+    "conv_commit channels_last": lambda: like_the_reference(
+        "conv_commit-dense-last-track", "conv_commit-sliding-last-track"
+    ),
 }
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import torch
 
-from calls import CALLS, mutated, named
+from calls import CALLS, gathered, mutated, named
 from samples import bits_equal, pages
 
 
@@ -47,12 +47,12 @@ def texts(device, label, *cases):
     function = getattr(torch.ops.replayssm, op).default
     function(*args, **kwargs)  # a call that was accepted must not excuse the next
     good = kwargs | named(op, args, kwargs)
-    before = {name: pages(good[name]).clone() for name in mutated(op)}
+    before = {name: pages(good[name]).clone() for name in mutated(op, good)}
     lines = []
     for number, case in enumerate(cases):
         text = f"case {number} was accepted"
         try:
-            function(**good | case(good))
+            function(**gathered(good | case(good)))
         except (ValueError, TypeError) as error:
             text = f"{type(error).__name__}: {error}"
         lines.append(text.replace(f"{device}:0", device).replace(device, "DEVICE"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from calls import CALLS, named
+from calls import CALLS, gathered, named
 from mistakes import cast, given, longer, moved, overlapping, rank, spaced, swapped, texts
 from samples import WINDOWS
 
@@ -152,7 +152,13 @@ ValueError: verify: lower_bound must be a finite number below 0, got -inf""",
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("label", ["verify-ragged", "fold-kda-layers-track", "gate-gdn"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        "verify-ragged", "fold-kda-layers-track", "gate-gdn", "accept-ragged",
+        "commit_indices-track", "conv_commit-dense-track",
+    ],
+)  # fmt: skip
 def test_a_cpu_tensor_among_cuda_tensors_is_refused(label):
     """Whichever it is, also right after the same call went well."""
     op, args, kwargs = CALLS[label]("cuda")
@@ -161,4 +167,4 @@ def test_a_cpu_tensor_among_cuda_tensors_is_refused(label):
     good = kwargs | named(op, args, kwargs)
     for name in named(op, args, kwargs):
         with pytest.raises(ValueError, match="must be on"):
-            function(**good | {name: good[name].cpu()})
+            function(**gathered(good | {name: good[name].cpu()}))

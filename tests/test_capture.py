@@ -45,7 +45,7 @@ def test_no_op_waits_for_the_device(label):
 def test_a_captured_op_equals_eager(label):
     op, tensors, call = run(label)
     _, eager, eager_call = run(label)
-    before = {name: pages(tensors[name]).clone() for name in mutated(op)}
+    before = {name: pages(tensors[name]).clone() for name in mutated(op, tensors)}
     call()
     for name, value in before.items():
         pages(tensors[name]).copy_(value)

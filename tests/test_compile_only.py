@@ -32,6 +32,11 @@ def arguments(op: str, *, B=32, D=8, H=16, HV=32, K=128, V=128, kda=False, state
     slots = meta(B, dtype=I32)
     gates = (a, b, A_log, dt_bias)
     index = {"track_indices": slots, "track_steps": slots}
+    tokens, live = meta(B, D, dtype=torch.int64), meta(1, dtype=I32)
+    # q, k and v of KDA; the sizes are not multiples of a block.
+    channels = (H * K, H * K, HV * V - 16)
+    conv = [meta(L, S, C, 3, dtype=BF16) for C in channels]
+    conv_last = [meta(L, S, 3, C, dtype=BF16) for C in channels]
     return {
         "gate": (gates, {}),
         "store": ((k, v, a.float(), b.float(), *one, slots), {}),
@@ -41,12 +46,36 @@ def arguments(op: str, *, B=32, D=8, H=16, HV=32, K=128, V=128, kda=False, state
         "fold": ((pool, *windows, slots, slots), {}),
         "track": ((pool, *windows, slots, slots), index),
         "scatter": ((pool, meta(L, 4, 8, HV, V, K, dtype=state), slots, slots), index),
+        "accept": ((tokens, tokens), {"verify_lens": slots}),
+        "accept packed": ((tokens[0], tokens[0].int(), meta(B + 1, dtype=I32)), {}),
+        "commit_indices": (
+            [slots] * 4 + [live] + [slots] * 4,
+            {"track_slot_map": slots, "track_interval": 256},
+        ),
+        "conv_commit dense": (
+            (conv, [meta(L, S, D, C, 3, dtype=BF16) for C in channels], slots, slots),
+            index,
+        ),
+        "conv_commit sliding": (
+            (conv, [meta(L, S, C, D + 2, dtype=BF16) for C in channels], slots, slots),
+            {"window_indices": slots},
+        ),
+        "conv_commit channels_last": (
+            (conv_last, [meta(L, S, D + 2, C, dtype=BF16) for C in channels], slots, slots),
+            {"channels_last": True, **index},
+        ),
     }[op]
+
+
+COMMIT = (
+    "accept", "accept packed", "commit_indices", "conv_commit dense",
+    "conv_commit sliding", "conv_commit channels_last",
+)  # fmt: skip
 
 
 def build(lowering: str, op: str, target: str, **shape):
     args, kwargs = arguments(op, **shape)
-    name = {"ragged": "verify", "track": "fold"}.get(op, op)
+    name = {"ragged": "verify", "track": "fold"}.get(op, op.split()[0])
     return compiled(*plan_of(KERNELS[lowering], name, *args, **kwargs), target)
 
 
@@ -62,6 +91,22 @@ def test_gluon_compiles_for_other_nvidia_cards(op, kda, target):
 def test_portable_compiles_for_nvidia_and_amd(op, target):
     kernel = build("portable", op, target, kda=True)
     assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
+
+
+@pytest.mark.parametrize("op", COMMIT)
+@pytest.mark.parametrize("target", ["80", "90", "100", "gfx942"])
+def test_the_commit_kernels_compile_for_nvidia_and_amd(op, target):
+    kernel = build("portable", op, target)
+    assert kernel.asm["hsaco" if target == "gfx942" else "cubin"]
+
+
+@pytest.mark.parametrize("op", [op for op in COMMIT if op.startswith("conv_commit")])
+def test_conv_states_move_16_bytes_a_thread(op):
+    """Coalesced in either layout; of sliding rows only the store can be."""
+    ptx = build("portable", op, "90").asm["ptx"]
+    assert re.search(r"st\.global\.v4\.b32", ptx)
+    reads = re.search(r"ld\.global\.v4\.b32", ptx)
+    assert bool(reads) == (op != "conv_commit sliding")
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])  # one batch for each tile of the tables

@@ -1,4 +1,4 @@
-"""Pure copies, the same kernels on every GPU: store and scatter."""
+"""Pure copies, the same kernels on every GPU: store, scatter and conv_commit."""
 
 import triton
 import triton.language as tl
@@ -78,3 +78,77 @@ def scatter(
             at = tl.load(track_steps + i_b * ts_s).to(tl.int64)
             if (track >= 0) & (track < S) & (at >= 0) & (at <= step):
                 _copy(p_to + track * state_s, p_from + at * from_d, size, BLOCK)
+
+
+@triton.jit
+def _conv_group(
+    state, window, size, state_l, state_s, from_l, from_r, from_t,
+    i_l, slot, row, n, track_slot, track_n, D,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one group: its conv state after n tokens, and after track_n."""
+    o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < size
+    o_from = o
+    if ROWS:  # sliding windows hold D + TAPS - 1 columns a channel, the state TAPS
+        o_from = o // TAPS * (D + TAPS - 1) + o % TAPS
+    p_from = window + i_l * from_l + row * from_r
+    p_to = state + i_l * state_l
+    b_state = tl.load(p_from + (n - 1) * from_t + o_from, mask=mask)
+    tl.store(p_to + slot * state_s + o, b_state, mask=mask)
+    if track_n > 0:
+        b_state = tl.load(p_from + (track_n - 1) * from_t + o_from, mask=mask)
+        tl.store(p_to + track_slot * state_s + o, b_state, mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "S", "R", "D", "si_s", "al_s", "wi_s", "ti_s", "ts_s"])
+def conv_commit(
+    state0, state1, state2, state3, window0, window1, window2, window3,
+    state_indices, accept_lens, window_indices, track_indices, track_steps,
+    B, S, R, D, size0, size1, size2, size3,
+    s0_l, s0_s, w0_l, w0_r, w0_t, s1_l, s1_s, w1_l, w1_r, w1_t,
+    s2_l, s2_s, w2_l, w2_r, w2_t, s3_l, s3_s, w3_l, w3_r, w3_t,
+    si_s, al_s, wi_s, ti_s, ts_s,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per block of one group of one layer of one request."""
+    i_b = tl.program_id(0) % B
+    i_l = (tl.program_id(0) // B).to(tl.int64)
+    i_group = tl.program_id(2)
+    slot = tl.load(state_indices + i_b * si_s).to(tl.int64)
+    n = tl.minimum(tl.load(accept_lens + i_b * al_s).to(tl.int64), D)
+    row = slot
+    if window_indices is not None:
+        row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
+    if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
+        return
+    track_slot = tl.full([], -1, tl.int64)
+    track_n = tl.full([], 0, tl.int64)
+    if track_indices is not None:
+        track_slot = tl.load(track_indices + i_b * ti_s).to(tl.int64)
+        step = tl.load(track_steps + i_b * ts_s).to(tl.int64)
+        inside = (track_slot >= 0) & (track_slot < S) & (step >= 0) & (step < n)
+        track_n = tl.where(inside, step + 1, 0)
+    if i_group == 0:
+        _conv_group(
+            state0, window0, size0, s0_l, s0_s, w0_l, w0_r, w0_t,
+            i_l, slot, row, n, track_slot, track_n, D, TAPS, ROWS, BLOCK,
+        )  # fmt: skip
+    if state1 is not None:
+        if i_group == 1:
+            _conv_group(
+                state1, window1, size1, s1_l, s1_s, w1_l, w1_r, w1_t,
+                i_l, slot, row, n, track_slot, track_n, D, TAPS, ROWS, BLOCK,
+            )  # fmt: skip
+    if state2 is not None:
+        if i_group == 2:
+            _conv_group(
+                state2, window2, size2, s2_l, s2_s, w2_l, w2_r, w2_t,
+                i_l, slot, row, n, track_slot, track_n, D, TAPS, ROWS, BLOCK,
+            )  # fmt: skip
+    if state3 is not None:
+        if i_group == 3:
+            _conv_group(
+                state3, window3, size3, s3_l, s3_s, w3_l, w3_r, w3_t,
+                i_l, slot, row, n, track_slot, track_n, D, TAPS, ROWS, BLOCK,
+            )  # fmt: skip

@@ -1,0 +1,225 @@
+"""accept and commit_indices: from the target's tokens to what a commit needs."""
+
+import torch
+from torch import Tensor
+
+from . import checks, reference_commit
+from .launch import Plan
+from .registration import register
+
+
+def accept(
+    draft_tokens: Tensor,
+    target_tokens: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    verify_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """How many rows of each draft window the target agrees with, and its next token.
+
+    Row 0, the anchor, is already decided; row t > 0 is accepted when all rows before
+    it are and its token is the one the target chose after row t - 1.
+
+    Args:
+        draft_tokens: [B, D] int32 or int64, or packed [N] with ``cu_seqlens``; strides
+            are free. Column 0 is the anchor.
+        target_tokens: [B, D] or [N] int32 or int64, not necessarily draft_tokens'
+            dtype: the target's greedy token after each position. Strides are free.
+        cu_seqlens: [B + 1] int32 or int64, token offsets of ragged requests, on the
+            device. None: every request has D rows.
+        verify_lens: [B] int32 or int64, the rows that may be accepted, the anchor
+            included; 0 or less = a request that takes no part. None: all of them.
+
+    Returns:
+        accept_lens [B] int32: 1 + the length of the matching prefix, so the anchor is
+        counted and the bonus token is not, capped at verify_lens; 0 for a request
+        without rows. bonus [B] in target_tokens' dtype: the target's token after the
+        last accepted row, the next step's anchor; -1 where accept_lens is 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was wanted and what came.
+    """
+    return _accept(draft_tokens, target_tokens, cu_seqlens, verify_lens=verify_lens)
+
+
+def _check_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=None):
+    check = checks.Check("accept", draft_tokens, "draft_tokens")
+    packed = cu_seqlens is not None
+    dims, variant = ("N", " with cu_seqlens") if packed else ("B D", " without cu_seqlens")
+    for name, value in (("draft_tokens", draft_tokens), ("target_tokens", target_tokens)):
+        check.tensor(name, value, dims, checks.INDEX, variant=variant)
+    if packed:
+        check.index("cu_seqlens", cu_seqlens, "B+1")
+        check.require(
+            cu_seqlens.shape[0] >= 1, lambda: "cu_seqlens must be [B + 1], got [0]"
+        )
+        check.sizes["B"] = cu_seqlens.shape[0] - 1
+        check.sources["B"] = "cu_seqlens"
+    check.index("verify_lens", verify_lens, "B")
+
+
+def _requests(draft_tokens: Tensor, cu_seqlens: Tensor | None) -> int:
+    return draft_tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _fake_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=None):
+    batch = _requests(draft_tokens, cu_seqlens)
+    return (
+        target_tokens.new_empty(batch, dtype=torch.int32),
+        target_tokens.new_empty(batch),
+    )
+
+
+def _arrange_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=None):
+    return (draft_tokens, target_tokens, cu_seqlens, verify_lens), ()
+
+
+def _plan_accept(lowering, tensors, rest):
+    draft, target, cu_seqlens, verify_lens = tensors
+    batch = _requests(draft, cu_seqlens)
+    # A packed row's stride is its token's; the tokens of a row follow each other.
+    return Plan(
+        lowering.accept,
+        (batch, 1, 1),
+        (
+            draft.shape[-1], draft.stride(0), draft.stride(-1), target.stride(0),
+            target.stride(-1), 0 if cu_seqlens is None else cu_seqlens.stride(0),
+            0 if verify_lens is None else verify_lens.stride(0),
+        ),
+        {"BLOCK": 32},
+        1,
+        (((batch,), torch.int32), ((batch,), target.dtype)),
+    )  # fmt: skip
+
+
+_accept = register(
+    "accept(Tensor draft_tokens, Tensor target_tokens, Tensor? cu_seqlens=None, *, "
+    "Tensor? verify_lens=None) -> (Tensor accept_lens, Tensor bonus)",
+    check=_check_accept,
+    cpu=reference_commit.accept,
+    arrange=_arrange_accept,
+    plan=_plan_accept,
+    fake=_fake_accept,
+)
+
+
+def commit_indices(
+    accept_lens: Tensor,
+    seq_lens: Tensor,
+    req_indices: Tensor,
+    slot_map: Tensor,
+    live: Tensor,
+    state_indices: Tensor,
+    last_steps: Tensor,
+    track_indices: Tensor,
+    track_steps: Tensor,
+    *,
+    track_slot_map: Tensor | None = None,
+    track_interval: int = 0,
+) -> None:
+    """Which slots a commit writes and which step each of them gets, in one launch.
+
+    The four index tensors are written whole: what ``fold`` and ``conv_commit`` take
+    as state_indices, track_indices and track_steps, and ``scatter`` as step_indices.
+    A row is padding, -1 in all four, at or past ``live``, where its request lies
+    outside ``slot_map`` and where its slot is negative.
+
+    A request is tracked when its accepted tokens cross a multiple of
+    ``track_interval``; of several it crosses at once, the last counts. The step is
+    the one after which the state holds exactly that many tokens.
+
+    Args:
+        accept_lens: [B] int32 or int64, as ``accept`` returns them; below 0 is 0.
+        seq_lens: [B] int32 or int64, tokens already in the state before the step.
+            A negative one is not tracked.
+        req_indices: [B] int32 or int64, each row's request: its place in the maps.
+        slot_map: [requests] int32 or int64, the slot of every request.
+        live: [1] int32 or int64 on the device, the rows that are not padding.
+        state_indices: [B] int32 or int64, written: the slot of each row.
+        last_steps: [B] int32 or int64, written: accept_lens - 1.
+        track_indices: [B] int32 or int64, written: the slot of the snapshot; -1 = none.
+        track_steps: [B] int32 or int64, written: the step whose state it is, in
+            [0, accept_lens); -1 = none.
+        track_slot_map: [requests] int32 or int64, the slot for a request's next
+            snapshot, negative = none; a request outside it is not tracked. None: no
+            request is.
+        track_interval: tokens between two snapshots; 0 = none.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was wanted and what came;
+            nothing is written.
+    """
+    _commit_indices(
+        accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
+        track_indices, track_steps, track_slot_map=track_slot_map,
+        track_interval=track_interval,
+    )  # fmt: skip
+
+
+def _check_commit_indices(
+    accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
+    track_indices, track_steps, *, track_slot_map=None, track_interval=0,
+):  # fmt: skip
+    check = checks.Check("commit_indices", accept_lens, "accept_lens")
+    check.index("accept_lens", accept_lens, "B")
+    check.index("seq_lens", seq_lens, "B")
+    check.index("req_indices", req_indices, "B")
+    check.index("slot_map", slot_map, "requests")
+    check.index("live", live, "1")
+    check.require(live.shape[0] == 1, lambda: f"live must be [1], got {list(live.shape)}")
+    for name, value in (
+        ("state_indices", state_indices), ("last_steps", last_steps),
+        ("track_indices", track_indices), ("track_steps", track_steps),
+    ):  # fmt: skip
+        check.tensor(name, value, "B", checks.INDEX, written=True)
+    del check.sizes["requests"]  # the two maps may differ in length
+    check.index("track_slot_map", track_slot_map, "requests")
+    if track_interval < 0:
+        check.fail(f"track_interval must be 0 or more tokens, got {track_interval}")
+
+
+def _nothing(*args, **kwargs):
+    return None
+
+
+def _arrange_commit_indices(
+    accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
+    track_indices, track_steps, *, track_slot_map=None, track_interval=0,
+):  # fmt: skip
+    return (
+        accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
+        track_indices, track_steps, track_slot_map,
+    ), (track_interval,)  # fmt: skip
+
+
+def _plan_commit_indices(lowering, tensors, rest):
+    accept_lens, seq_lens, req_indices, slot_map, _, *outputs, track_slot_map = tensors
+    (track_interval,) = rest
+    batch, block = accept_lens.shape[0], 128
+    length, stride = 0, 0
+    if track_slot_map is not None:
+        length, stride = track_slot_map.shape[0], track_slot_map.stride(0)
+    return Plan(
+        lowering.commit_indices,
+        (-(-batch // block), 1, 1),
+        (
+            batch, slot_map.shape[0], length, track_interval,
+            accept_lens.stride(0), seq_lens.stride(0), req_indices.stride(0),
+            slot_map.stride(0), *(output.stride(0) for output in outputs), stride,
+        ),
+        {"TRACK": track_slot_map is not None and track_interval > 0, "BLOCK": block},
+        4,
+    )  # fmt: skip
+
+
+_commit_indices = register(
+    "commit_indices(Tensor accept_lens, Tensor seq_lens, Tensor req_indices, "
+    "Tensor slot_map, Tensor live, Tensor(a!) state_indices, Tensor(b!) last_steps, "
+    "Tensor(c!) track_indices, Tensor(d!) track_steps, *, "
+    "Tensor? track_slot_map=None, int track_interval=0) -> ()",
+    check=_check_commit_indices,
+    cpu=reference_commit.commit_indices,
+    arrange=_arrange_commit_indices,
+    plan=_plan_commit_indices,
+    fake=_nothing,
+)
