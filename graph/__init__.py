@@ -1,5 +1,40 @@
 """Verify-commit of speculative drafts, built on :mod:`replayssm.ops`."""
 
-from .acceptance import greedy_accept
+from .batch import Bucket, Mode, StaticBatch, buckets, live_rows, smallest
+from .budget import verify_lens
+from .capture import Captured, CapturedCommit
+from .commit import Commit, Committed
+from .handoff import put_prefill
+from .inspect import Node, describe, nodes
+from .loop import DecodeLoop, Outputs
+from .model import LinearAttention
+from .pools import Memory, Pools, memory
+from .routing import Route, decide
+from .sampling import rejection_accept
 
-__all__ = ["greedy_accept"]
+__all__ = [
+    "Bucket",
+    "Captured",
+    "CapturedCommit",
+    "Commit",
+    "Committed",
+    "DecodeLoop",
+    "LinearAttention",
+    "Memory",
+    "Mode",
+    "Node",
+    "Outputs",
+    "Pools",
+    "Route",
+    "StaticBatch",
+    "buckets",
+    "decide",
+    "describe",
+    "live_rows",
+    "memory",
+    "nodes",
+    "put_prefill",
+    "rejection_accept",
+    "smallest",
+    "verify_lens",
+]

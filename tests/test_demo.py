@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from replayssm import ops
+from replayssm.graph import Bucket, StaticBatch, live_rows
 from samples import bits_equal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -75,39 +76,67 @@ def test_what_is_trained_is_what_is_served(kind):
 
 
 @kinds
+@pytest.mark.parametrize("mode", ["static", "compact"])
 @torch.inference_mode()
-def test_verify_and_commit_in_a_session_equal_decode(kind):
-    """Logits and features, bitwise: uniform and ragged windows, empty ones, any prefix."""
+def test_verify_and_commit_in_a_session_equal_decode(kind, mode):
+    """Logits and features, bitwise: whole and ragged windows, empty ones, any prefix."""
     torch.manual_seed(1)
     B, D, length = 4, 8, 40
     model, tokens = HybridLM(TARGETS[kind]), torch.randint(256, (B, length))
-    plain, spoken = (Session(model, B, length, D, ops) for _ in range(2))
+    plain, spoken = (Session(model, B, length + D, D, ops) for _ in range(2))
     want = torch.stack([plain.decode(token) for token in tokens.unbind(1)], 1)
-    draw, done, uniform, empty = torch.Generator().manual_seed(2), [0] * B, False, False
+    want, tokens = (F.pad(x.mT, (0, D)).mT for x in (want, tokens[..., None]))
+    batch = StaticBatch(Bucket(B, B * D), D, "cpu", mode)
+    draw, done, empty = torch.Generator().manual_seed(2), torch.zeros(B).long(), False
+    while done.min() < length:
+        asked = torch.randint(D + 1, (B,), generator=draw)
+        lens = torch.minimum(asked, length - done)
+        empty = empty or 0 in lens
+        at = done[:, None] + torch.arange(D)
+        rows = tokens[torch.arange(B)[:, None], at, 0]
+        batch.fill(live_rows(spoken.requests, done, rows, lens))
+        ends = batch.cu_seqlens()
+        got, known = spoken.logits(batch, ends), torch.arange(D) < lens[:, None]
+        got = got[: lens.sum()] if ends is not None else got.view(B, D, -1)[known]
+        bits_equal(got, want[torch.arange(B)[:, None], at][known])
+        accept = (torch.rand(B, generator=draw) * (lens + 1)).int()
+        done = spoken.commit.commit(spoken.requests, done, accept, accept).seq_lens
+    got, want = (x.features[x.requests, :length] for x in (spoken, plain))
+    bits_equal(got, want, "features")
+    assert empty
 
-    def random(low, high):
-        return int(torch.randint(low, high + 1, (), generator=draw))
 
-    while min(done) < length:
-        ragged = random(0, 2)
-        lens = [min(random(0, D) if ragged else D, length - n) for n in done]
-        if not sum(lens):
-            continue
-        uniform, empty = uniform or len(set(lens)) == 1, empty or 0 in lens
-        at = torch.cat([length * i + n + torch.arange(lens[i]) for i, n in enumerate(done)])
-        bits_equal(spoken.verify(tokens.flatten()[at], lens), want.flatten(0, 1)[at])
-        accept = [random(0, n) for n in lens]
-        spoken.commit(torch.tensor(accept))
-        done = [n + more for n, more in zip(done, accept, strict=True)]
-    bits_equal(spoken.features, plain.features, "features")
-    assert uniform and empty
+@kinds
+@pytest.mark.parametrize("mode", ["static", "compact"])
+@torch.inference_mode()
+def test_padding_rows_write_to_no_live_request(kind, mode):
+    torch.manual_seed(1)
+    B, D, session = 3, 4, Session(HybridLM(TARGETS[kind]), 3, 40, 4, ops)
+    session.prefill([torch.randint(256, (n,)) for n in (9, 1, 20)])
+    batch = StaticBatch(Bucket(B, B * D), D, "cpu", mode)
+    rows = live_rows(session.requests, session.length, torch.full((B, D), 7), None)
+    rows[[0, 2], 0] = -1  # finished inside the bucket, however long they were
+    batch.fill(rows)
+    pools = (session.pools.state, *session.pools.conv_states)
+    held = [session.cache[:, :, :B], session.features[:B], *pools]
+    before = [x.clone() for x in held]
+    said = session.verify(batch, batch.cu_seqlens()).flatten()[: B * D]
+    session.commit(batch.req_indices, batch.seq_lens, batch.draft_tokens, said.view(B, D))
+    live, slot = int(session.requests[1]), int(session.slots[1])
+    places = [(2, live), (0, live), *[(1, slot)] * len(pools)]
+    for now, was, (axis, own) in zip(held, before, places, strict=True):
+        others = (torch.arange(now.shape[axis]) != own).nonzero()[:, 0]
+        bits_equal(now.index_select(axis, others), was.index_select(axis, others))
+        assert not torch.equal(now, was)
 
 
-def run(*arguments, code: str | None = None) -> subprocess.CompletedProcess:
+def run(
+    *arguments, code: str | None = None, device: str = "cpu"
+) -> subprocess.CompletedProcess:
     """The command with its output piped, or Python code that stands in for it."""
     head = [str(TOOLS / "decode.py")] if code is None else ["-c", code]
-    command = [sys.executable, *head, "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, timeout=120)
+    command = [sys.executable, *head, "--device", device, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -130,23 +159,93 @@ def test_the_command_is_byte_identical_and_accepts_over_two_and_a_half(shown, ki
     assert float(re.search(r"mean (\d+\.\d+)\n", report)[1]) > 2.5
 
 
+WAYS = [("gdn", "static"), ("kda", "compact")]
+
+
+def says(done: subprocess.CompletedProcess, line: str) -> None:
+    assert (done.returncode, done.stderr) == (0, b"")
+    for wanted in (line, "output         byte-identical to plain decoding"):
+        assert f"\n{wanted}\n" in done.stdout.decode()
+
+
+@pytest.mark.parametrize(("kind", "mode"), WAYS)
+def test_dspark_is_byte_identical_in_its_other_modes(kind, mode):
+    done = run("--model", kind, "--algo", "dspark", "--mode", mode, "--tokens", 24)
+    says(done, f"mode           {mode}, no graphs")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("algo", "mode"),
+    [(algo, mode) for algo, modes in decode.MODES.items() for mode in modes],
+)
+def test_cuda_graphs_are_byte_identical(algo, mode):
+    done = run("--graphs", "--algo", algo, "--mode", mode, device="cuda")
+    says(done, f"mode           {mode}, CUDA graphs")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["--graphs", "--no-graphs"])
+def test_the_step_that_inductor_compiles_is_byte_identical(graphs):
+    way = ("--algo", "dspark", "--mode", "compact", graphs)
+    done = run("--model", "gdn", "--compile", *way, device="cuda")
+    says(
+        done,
+        f"mode           compact, {'' if graphs[2] == 'g' else 'no '}CUDA graphs, compiled",
+    )
+
+
+def test_the_whole_step_compiles_and_is_byte_identical():
+    done = run("--model", "gdn", "--algo", "dflash", "--compile", "--tokens", 16)
+    says(done, "mode           static, no graphs, compiled")
+
+
+def test_the_step_with_confidences_is_one_graph_of_torch_compile():
+    """With a backend that makes no code: a C++ compiler would take another half a minute."""
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(TOOLS)!r})
+import decode
+compile = torch.compile
+torch.compile = lambda f, options, **rest: compile(f, backend="aot_eager", **rest)
+sys.exit(decode.main())
+"""
+    way = ("--algo", "dspark", "--mode", "compact", "--compile", "--tokens", 16)
+    done = run("--model", "kda", *way, code=code)
+    says(done, "mode           compact, no graphs, compiled")
+
+
+REFUSED = [("--mode", "compact"), ("--mode", "cap-accept"), ("--graphs",), ("--budget", 2)]
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_cannot_be_is_refused_with_exit_code_2(argument):
+    """DFlash in a mode that needs confidences, graphs on the CPU, more rows than there are."""
+    done = run("--algo", "dflash", *argument)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert f"\ndecode.py: error: {argument[0]}: want " in done.stderr.decode()
+
+
 CHANGES = {
-    "a decode that differs for KDA": "decode=lambda *a: ops.decode(*a) * (-1) ** a[3].ndim",
-    "a commit that does nothing": "fold=lambda *a, **options: None",
+    "a decode that differs for KDA": "ops.decode = lambda *a: decode(*a) * (-1) ** a[3].ndim",
+    "a commit that does nothing": "commit.fold = lambda *a, **options: None",
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_result_that_differs_is_reported_with_exit_code_1(change):
     code = f"""
-import sys, types
+import sys
 sys.path.insert(0, {str(TOOLS)!r})
-import decode
+from decode import main
 from replayssm import ops
-decode.ops = types.SimpleNamespace(**vars(ops) | dict({CHANGES[change]}))
-sys.exit(decode.main())
+from replayssm.graph import Bucket, StaticBatch, live_rows
+from replayssm.graph import commit
+decode = ops.decode
+{CHANGES[change]}
+sys.exit(main())
 """
-    done = run("--drafter", "dflash", "--tokens", 24, code=code)
+    done = run("--algo", "dflash", "--tokens", 24, code=code)
     assert (done.returncode, done.stderr) == (1, b"")
     assert b"\noutput         DIFFERS from plain decoding\n" in done.stdout
 

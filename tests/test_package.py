@@ -30,6 +30,7 @@ SOURCES = sorted(
 HELPERS = {
     "checks": set(),
     "reference": set(),
+    "reference_commit": set(),
     "registration": {"launch"},
     "launch": {"select"},
     "select": {"kernels"},
@@ -45,6 +46,8 @@ A_log, dt_bias = torch.zeros(2, HV)
 state, snapshots = torch.zeros(S, HV, V, K), torch.zeros(1, 2, T, HV, V, K)
 windows = torch.zeros(S, H, T, K), torch.zeros(S, HV, T, V), *torch.zeros(2, S, HV, T)
 slots, lens = torch.tensor([0, 2]), torch.tensor([1, 2])
+tokens, live, outs = torch.zeros(2, T, dtype=torch.int64), slots[1:], torch.zeros(4, 2).int()
+conv, conv_window = torch.zeros(1, S, 5, 3), torch.zeros(1, S, T, 5, 3)
 """
 CALLS = {
     "gate": "ops.gate(a, b, A_log, dt_bias)",
@@ -53,6 +56,9 @@ CALLS = {
     "fold": "ops.fold(state, *windows, slots, lens)",
     "decode": "ops.decode(q[:2], k[:2], v[:2], a[:2], b[:2], A_log, dt_bias, state, slots)",
     "scatter": "ops.scatter(state[None], snapshots, slots, lens - 1)",
+    "accept": "ops.accept(tokens, tokens)",
+    "commit_indices": "ops.commit_indices(lens, lens, slots, tokens[0], live, *outs)",
+    "conv_commit": "ops.conv_commit([conv], [conv_window], slots, lens)",
 }
 
 
@@ -169,8 +175,7 @@ def test_every_public_op_has_a_cold_call_here():
 
 
 def test_the_ops_have_the_schemas_of_their_contract():
-    names = ("gate", "store", "verify", "fold", "decode", "scatter")
-    schemas = [str(getattr(torch.ops.replayssm, name).default._schema) for name in names]
+    schemas = [str(getattr(torch.ops.replayssm, name).default._schema) for name in CALLS]
     assert_expected_inline(
         "\n".join(schemas),
         """\
@@ -179,7 +184,10 @@ replayssm::store(Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) k_window,
 replayssm::verify(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor state, Tensor(a!) k_window, Tensor(b!) v_window, Tensor(c!) g_window, Tensor(d!) beta_window, Tensor state_indices, Tensor? cu_seqlens=None, Tensor? window_indices=None, *, float? scale=None, float? lower_bound=None, bool use_qk_l2norm=True, bool exact=True) -> Tensor
 replayssm::fold(Tensor(a!) state, Tensor k_window, Tensor v_window, Tensor g_window, Tensor beta_window, Tensor state_indices, Tensor accept_lens, *, Tensor? window_indices=None, Tensor? track_indices=None, Tensor? track_steps=None, bool use_qk_l2norm=True) -> ()
 replayssm::decode(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor(a!) state, Tensor state_indices, *, float? scale=None, float? lower_bound=None, bool use_qk_l2norm=True) -> Tensor
-replayssm::scatter(Tensor(a!) state, Tensor intermediate, Tensor state_indices, Tensor step_indices, *, Tensor? source_indices=None, Tensor? track_indices=None, Tensor? track_steps=None) -> ()""",
+replayssm::scatter(Tensor(a!) state, Tensor intermediate, Tensor state_indices, Tensor step_indices, *, Tensor? source_indices=None, Tensor? track_indices=None, Tensor? track_steps=None) -> ()
+replayssm::accept(Tensor draft_tokens, Tensor target_tokens, Tensor? cu_seqlens=None, *, Tensor? verify_lens=None) -> (Tensor accept_lens, Tensor bonus)
+replayssm::commit_indices(Tensor accept_lens, Tensor seq_lens, Tensor req_indices, Tensor slot_map, Tensor live, Tensor(a!) state_indices, Tensor(b!) last_steps, Tensor(c!) track_indices, Tensor(d!) track_steps, *, Tensor? track_slot_map=None, int track_interval=0) -> ()
+replayssm::conv_commit(Tensor(a!)[] conv_states, Tensor[] conv_windows, Tensor state_indices, Tensor accept_lens, *, Tensor? window_indices=None, Tensor? track_indices=None, Tensor? track_steps=None, bool channels_last=False) -> ()""",
     )
 
 
@@ -272,7 +280,7 @@ def python_blocks() -> list[str]:
 
 
 def test_the_eight_lines_of_the_readme_compute_what_its_call_does():
-    equivalent, call = python_blocks()
+    equivalent, call, _ = python_blocks()
     assert len(equivalent.splitlines()) == 8
     torch.manual_seed(0)
     names: dict = {}
@@ -292,6 +300,15 @@ def test_the_eight_lines_of_the_readme_compute_what_its_call_does():
         exec(equivalent, mine)
         torch.testing.assert_close(r.o[span], mine["o"])
         torch.testing.assert_close(r.state[slot], mine["state"][slot])
+
+
+def test_the_engine_of_the_readme_commits_a_step():
+    names: dict = {}
+    exec(python_blocks()[2], names)
+    accept_lens, anchors = names["accept_lens"].tolist(), names["anchors"].tolist()
+    assert all(1 <= n <= cap for n, cap in zip(accept_lens, (8, 4), strict=True))
+    assert anchors == [names["targets"][i, n - 1] for i, n in enumerate(accept_lens)]
+    assert names["seq_lens"].tolist() == [100 + accept_lens[0], 7 + accept_lens[1]]
 
 
 def test_ci_runs_the_test_command_of_the_readme():

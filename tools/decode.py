@@ -1,9 +1,11 @@
 """Speculative greedy decoding of text by a small hybrid language model, through the ops.
 
-    python tools/decode.py [--prompt TEXT | --file PATH] [--model gdn] [--drafter dspark]
+    python tools/decode.py [--prompt TEXT | --file PATH] [--model gdn] [--algo dspark]
+        [--mode static|cap-accept|compact] [--graphs | --no-graphs] [--compile]
 
-All prompts are decoded as one batch. The result is compared, byte by byte, with plain
-token-by-token decoding through `ops.decode`; exit code 1 if they differ, 2 for bad input.
+All prompts are decoded as one batch, by `replayssm.graph.DecodeLoop`. The result is compared,
+byte by byte, with plain token-by-token decoding through `ops.decode`; exit code 1 if they
+differ, 2 for bad input.
 """
 
 import argparse
@@ -11,26 +13,23 @@ import codecs
 import json
 import signal
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
-from drafters import STYLES, DFlash, DrafterConfig, gather_context
+from drafters import STYLES, DFlash, DrafterConfig
+from generate import Options, Run, plain, speculate
 from model import TARGETS, Config, HybridLM
 from replayssm import ops
-from replayssm.graph import greedy_accept
-from session import Session
 
 HERE = Path(__file__).parent
-Heard = Callable[[int, bytes], None]
+# DFlash gives no confidences, so it has but one mode.
+MODES = {"dflash": ("static",), "dspark": ("cap-accept", "static", "compact")}
 # What a missing, damaged or foreign file can raise.
 FILE_ERRORS = (OSError, SafetensorError, RuntimeError, ValueError, TypeError)
 FILE_ERRORS += (ArithmeticError, AttributeError, LookupError)
@@ -65,98 +64,6 @@ def load_drafter(path: Path, style: str, target: Config) -> DFlash:
     return drafter
 
 
-@dataclass
-class Run:
-    """What one way of decoding gave. `passes` are target passes over the whole batch."""
-
-    texts: list[bytes]
-    seconds: float
-    passes: int
-    accepted: Counter[int] = field(default_factory=Counter)
-    verified: int = 0
-    window_bytes: int = 0
-    snapshot_bytes: int = 0
-
-
-def prefill(
-    target: HybridLM, prompts: list[Tensor], count: int, rows: int
-) -> tuple[Session, Tensor]:
-    """Feeds the prompts in windows of up to `rows`, all accepted. Returns the session, with
-    room for `count` more tokens, and each request's first new one [B]."""
-    # A request may overshoot by a window, and still has one to pad when it is finished.
-    capacity = max(map(len, prompts)) + count + 2 * rows
-    session = Session(target, len(prompts), capacity, rows, ops)
-    anchors = torch.zeros_like(session.length)
-    for start in range(0, max(map(len, prompts)), rows):
-        parts = [prompt[start : start + rows] for prompt in prompts]
-        lens = [len(part) for part in parts]
-        said = session.verify(torch.cat(parts), lens).argmax(-1).split(lens)
-        session.commit(torch.tensor(lens, device=anchors.device))
-        for i, part in enumerate(said):
-            anchors[i] = part[-1] if lens[i] else anchors[i]
-    return session, anchors
-
-
-def plain(target: HybridLM, prompts: list[Tensor], count: int, rows: int, bar: tqdm) -> Run:
-    """One token per request and pass."""
-    session, first = prefill(target, prompts, count, rows)
-    tokens = [first]
-    start = time.perf_counter()
-    for _ in range(count - 1):
-        tokens.append(session.decode(tokens[-1]).argmax(-1))
-        bar.update(len(prompts))
-    texts = [bytes(row) for row in torch.stack(tokens, 1).tolist()]
-    return Run(texts, time.perf_counter() - start, count - 1)
-
-
-def speculate(
-    target: HybridLM,
-    drafter: DFlash,
-    prompts: list[Tensor],
-    count: int,
-    cut: float,
-    heard: Heard,
-) -> Run:
-    """Up to D tokens per request and pass. `heard(i, new)` is told request i's new bytes.
-
-    A drafter with confidences has its window cut where their product falls below `cut`."""
-    rows, width = drafter.config.block, drafter.config.context
-    session, anchor = prefill(target, prompts, count, rows)
-    texts = [bytearray([token]) for token in anchor.tolist()]
-    for i, text in enumerate(texts):
-        heard(i, bytes(text))
-    embed, requests = target.embed.weight, torch.arange(len(prompts), device=anchor.device)
-    run, start = Run([], 0.0, 0), time.perf_counter()
-    while not all(done := [len(text) >= count for text in texts]):
-        live = ~torch.tensor(done, device=anchor.device)
-        session.finish(~live)
-        context, known = gather_context(session.features, requests, session.length, width)
-        drafts, confidence = drafter.draft(context, known, anchor, embed)
-        block = torch.cat((anchor[:, None], drafts), 1)
-        verify_lens = torch.full_like(anchor, rows)
-        if confidence is not None:  # a finished request packs no rows at all
-            verify_lens = (1 + (confidence.cumprod(1) >= cut).sum(1)) * live
-        packed = torch.arange(rows, device=anchor.device) < verify_lens[:, None]
-        said = torch.full_like(block, -1)
-        said[packed] = session.verify(block[packed], verify_lens.tolist()).argmax(-1)
-        accept_lens, bonus = greedy_accept(block, said, verify_lens * live)
-        session.commit(accept_lens)
-        anchor = torch.where(live, bonus, anchor)
-        run.passes += 1
-        run.verified += int((verify_lens * live).sum())
-        for i, (n, new) in enumerate(zip(accept_lens.tolist(), said.tolist(), strict=True)):
-            if n:
-                run.accepted[n] += 1
-                new = bytes(new[:n])[: count - len(texts[i])]
-                texts[i] += new
-                heard(i, new)
-    run.texts, run.seconds = [bytes(text) for text in texts], time.perf_counter() - start
-    layers, batch = session.windows[0].shape[:2]
-    run.window_bytes = sum(window.nbytes for window in session.windows) // (layers * batch)
-    run.snapshot_bytes = rows * session.state[0, 0].nbytes
-    return run
-
-
 class Stream:
     """Shows the first request's text as it comes. Where a bar shares the terminal, whole
     lines go above it and the line being written is the bar's label."""
@@ -183,13 +90,16 @@ class Stream:
         self.bar.set_description_str(self.line[-48:])
 
 
-def report(name: str, run: Run, base: Run, rows: int) -> bool:
-    """Prints the figures of one (model, drafter). Returns whether both outputs are equal."""
+def report(name: str, run: Run, base: Run, rows: int, options: Options) -> bool:
+    """Prints the figures of one (model, algo). Returns whether both outputs are equal."""
     same = run.texts == base.texts
     batch, steps = len(base.texts), sum(run.accepted.values())
     tokens, passes = sum(map(len, run.texts)), base.passes * batch
     mean = sum(n * times for n, times in run.accepted.items()) / max(steps, 1)
     print(f"\n== {name}: {batch} prompts, {tokens} tokens, {steps} steps")
+    how = ["CUDA graphs" if options.graphs else "no graphs"]
+    how += ["compiled"] if options.compile else []
+    print(f"mode           {options.mode}, {', '.join(how)}")
     print(f"accepted length per step, anchor included: mean {mean:.2f}")
     most = max(run.accepted.values(), default=1)
     for n in range(1, rows + 1):
@@ -198,13 +108,14 @@ def report(name: str, run: Run, base: Run, rows: int) -> bool:
     saved = f"{passes - steps} saved ({(passes - steps) / max(passes, 1):.0%})"
     print(f"target passes  {steps} instead of {passes}: {saved}")
     print(f"as one batch   {run.passes} instead of {base.passes}")
-    print(f"rows verified  {run.verified} of {steps * rows}")
+    print(f"rows verified  {run.verified} of {steps * rows}, padded to {run.computed}")
     verdict = "byte-identical to" if same else "DIFFERS from"
     print(f"output         {verdict} plain decoding")
     ratio = f"{run.snapshot_bytes / run.window_bytes:.1f} times as many"
     print(f"window         {run.window_bytes:,} bytes a request and layer")
     print(f"snapshots      {run.snapshot_bytes:,} bytes, {ratio}")
-    print(f"time           {run.seconds:.2f} s, plain decoding {base.seconds:.2f} s")
+    setup = f" after {run.setup:.1f} s of setting up" if run.setup >= 0.1 else ""
+    print(f"time           {run.seconds:.2f} s{setup}, plain decoding {base.seconds:.2f} s")
     return same
 
 
@@ -222,28 +133,49 @@ def parse_arguments() -> argparse.Namespace:
     text.add_argument("--prompt", action="append", help="may be given several times")
     text.add_argument("--file", type=Path, default=HERE / "prompts.txt", help="one a line")
     add("--model", choices=(*TARGETS, "both"), default="both")
-    add("--drafter", choices=(*STYLES, "both"), default="both")
+    add("--algo", "--drafter", choices=(*STYLES, "both"), default="both")
+    mode = "of DSpark, default cap-accept; DFlash has no confidences and is always static"
+    add("--mode", choices=sorted(MODES["dspark"], reverse=True), help=mode)
+    graphs = "a CUDA graph of the whole step (default: on CUDA)"
+    add("--graphs", action=argparse.BooleanOptionalAction, help=graphs)
+    add("--compile", action="store_true", help="the whole step under torch.compile")
     add("--tokens", type=int, default=160, help="new tokens (bytes) a prompt")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--weights", type=Path, default=HERE / "weights", help="folder")
-    cut = "DSpark verifies drafts while the probability that all are accepted is above this"
+    cut = "cap-accept takes drafts while the probability that all are right is above this"
     add("--cut", type=float, default=0.3, help=cut)
+    budget = "rows that a step of compact verifies, as a share of all"
+    add("--budget", type=float, default=0.6, help=budget)
     args = parser.parse_args()
     if args.tokens < 1:
         parser.error(f"--tokens: want at least 1, got {args.tokens}")
-    if not 0 <= args.cut <= 1:
-        parser.error(f"--cut: want a probability, got {args.cut}")
+    for name in ("cut", "budget"):
+        if not 0 <= (share := getattr(args, name)) <= 1:
+            parser.error(f"--{name}: want 0 to 1, got {share}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda is not available here")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.graphs and args.device == "cpu":
+        parser.error("--graphs: want a CUDA device, got --device cpu")
+    if args.graphs is None:
+        args.graphs = args.device == "cuda"
+    if args.mode and args.algo != "both" and args.mode not in MODES[args.algo]:
+        parser.error(
+            f"--mode: want static, as {args.algo} has no confidences, got {args.mode}"
+        )
     try:
         args.prompt = read_prompts(args)
     except (OSError, ValueError) as e:
         parser.error(f"--prompt/--file: {e}")
     args.model = list(TARGETS) if args.model == "both" else [args.model]
-    args.drafter = list(STYLES) if args.drafter == "both" else [args.drafter]
+    args.algo = list(STYLES) if args.algo == "both" else [args.algo]
     return args
+
+
+def read_options(style: str, args: argparse.Namespace) -> Options:
+    mode = args.mode if args.mode in MODES[style] else MODES[style][0]
+    return Options(mode, args.graphs, args.compile, args.cut, args.budget)
 
 
 def run_model(kind: str, args: argparse.Namespace) -> bool:
@@ -256,17 +188,18 @@ def run_model(kind: str, args: argparse.Namespace) -> bool:
 
     target = load_weights(file(kind), lambda fields: HybridLM(Config(**fields)))
     fits = target.config
-    drafters = {s: load_drafter(file(f"{kind}-{s}"), s, fits) for s in args.drafter}
+    drafters = {s: load_drafter(file(f"{kind}-{s}"), s, fits) for s in args.algo}
     target = target.to(args.device)
     codes = [list(prompt.encode(errors="surrogateescape")) for prompt in args.prompt]
     prompts = [torch.tensor(code, device=args.device) for code in codes]
-    runs, shown = {}, set()
+    given, runs, shown = (target, prompts, args.tokens), {}, set()
+    options = {style: read_options(style, args) for style in drafters}
     for style, drafter in drafters.items():
         print(f"\n== {kind} + {style}\n{args.prompt[0]}", flush=True)
         with new_bar(f"{kind} + {style}") as bar:
             stream = Stream(bar)
             drafter = drafter.to(args.device)
-            run = speculate(target, drafter, prompts, args.tokens, args.cut, stream.hear)
+            run = speculate(*given, drafter, ops, stream.hear, options[style])
             stream.write(b"", final=True)
         runs[style] = run
         for pair in zip(args.prompt[1:], run.texts[1:], strict=True):
@@ -275,8 +208,12 @@ def run_model(kind: str, args: argparse.Namespace) -> bool:
             shown.add(pair)
     rows = {style: drafter.config.block for style, drafter in drafters.items()}
     with new_bar(f"{kind} plain") as bar:
-        base = plain(target, prompts, args.tokens, max(rows.values()), bar)
-    return all([report(f"{kind} + {s}", run, base, rows[s]) for s, run in runs.items()])
+        base = plain(*given, max(rows.values()), ops, bar.update)
+    reports = [
+        report(f"{kind} + {style}", run, base, rows[style], options[style])
+        for style, run in runs.items()
+    ]
+    return all(reports)
 
 
 @torch.inference_mode()

@@ -126,12 +126,36 @@ class DFlash(nn.Module):
         ), None
 
 
+class Prefix(nn.Module):
+    """nn.GRU, batch first, of one layer, by name and parameters. torch.compile refuses nn.GRU
+    itself, even for its parameters."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        for name, parameter in nn.GRU(dim, width).named_parameters():
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All steps: x [B, T, dim] -> [B, T, width]."""
+        state, flags = self.start(x)[None], (True, 1, 0.0, self.training, False, True)
+        return torch.gru(x, state, list(self.parameters()), *flags)[0]
+
+    def start(self, x: Tensor) -> Tensor:
+        """The state [B, width] before x [B, ...]."""
+        return x.new_zeros(len(x), self.weight_hh_l0.shape[1])
+
+    def step(self, x: Tensor, state: Tensor) -> Tensor:
+        """One step: x [B, dim] -> the state after it."""
+        weights = (self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0)
+        return torch.gru_cell(x, state, *weights)
+
+
 class DSpark(DFlash):
     """The same backbone, then a GRU over the tokens drafted so far, from left to right."""
 
     def __init__(self, c: DrafterConfig) -> None:
         super().__init__(c)
-        self.prefix = nn.GRU(c.dim, c.prefix, batch_first=True)
+        self.prefix = Prefix(c.dim, c.prefix)
         self.prefix_out = nn.Linear(c.prefix, c.dim, bias=False)
         self.confidence = nn.Linear(c.dim + 2, 1)
 
@@ -139,7 +163,7 @@ class DSpark(DFlash):
         self, context: Tensor, known: Tensor, tokens: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self.backbone(context, known, tokens[:, 0], embed)
-        prefix, _ = self.prefix(self.embed_in(embed[tokens[:, :-1]]))
+        prefix = self.prefix(self.embed_in(embed[tokens[:, :-1]]))
         hidden = hidden + self.prefix_out(prefix)
         logits = self.logits(hidden, embed)
         return logits, self.trust(hidden, logits)
@@ -153,10 +177,11 @@ class DSpark(DFlash):
         self, context: Tensor, known: Tensor, anchor: Tensor, embed: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         rows = self.backbone(context, known, anchor, embed)
-        token, state, drafts, trust = anchor, None, [], []
+        token, drafts, trust = anchor, [], []
+        state = self.prefix.start(rows)
         for i in range(rows.shape[1]):
-            prefix, state = self.prefix(self.embed_in(embed[token])[:, None], state)
-            hidden = rows[:, i] + self.prefix_out(prefix[:, 0])
+            state = self.prefix.step(self.embed_in(embed[token]), state)
+            hidden = rows[:, i] + self.prefix_out(state)
             logits = self.logits(hidden, embed)
             token = logits.argmax(-1)
             drafts.append(token)

@@ -219,7 +219,7 @@ def greedy_text(model: HybridLM, text: Tensor, count: int) -> tuple[Tensor, Tens
         following = session.decode(tokens[i]).argmax(-1)
         if i + 1 >= PROMPT:
             tokens.append(following)
-    return torch.stack(tokens, 1), session.features
+    return torch.stack(tokens, 1), session.features[session.requests]
 
 
 def train_drafter(

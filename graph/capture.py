@@ -1,0 +1,170 @@
+"""CUDA graphs of a commit or of a whole step, one per bucket."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import Bucket, Mode, StaticBatch, smallest
+from .commit import Commit, Committed
+
+
+class Captured:
+    """One CUDA graph for each bucket, of a function of a ``StaticBatch``.
+
+    The function must be capturable: fixed shapes, no host sync. It is called as
+    ``function(batch)`` and what it returns stays at one address: read it, or queue its
+    reading, before the next replay of that bucket. All graphs share one memory pool.
+    With ``graphs`` False the function runs eagerly at each replay, on any device.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[StaticBatch], Any],
+        choices: Sequence[Bucket],
+        *,
+        draft: int,
+        device: torch.device | str,
+        mode: Mode = "static",
+        graphs: bool = True,
+    ) -> None:
+        """
+        Args:
+            function: what to capture.
+            choices: the buckets, see ``buckets``.
+            draft: D.
+            device: where the batches live; a CUDA device for graphs.
+            mode: see ``buckets``.
+            graphs: False runs the function eagerly instead.
+
+        Raises:
+            ValueError: no buckets, or graphs on a device that has none.
+        """
+        if not choices:
+            raise ValueError("choices must hold at least one bucket, got none")
+        if graphs and torch.device(device).type != "cuda":
+            raise ValueError(
+                f"device must be a CUDA device to capture on, got {device}: "
+                "pass graphs=False to run eagerly"
+            )
+        self.function, self.eager, self.draft = function, not graphs, draft
+        self.batches = {c: StaticBatch(c, draft, device, mode) for c in sorted(choices)}
+        self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self.results: dict[Bucket, Any] = {}
+        self._warm: set[Bucket] = set()
+
+    def warmup(self) -> None:
+        """Run every bucket once on padding, which writes nothing: compiles every kernel."""
+        for choice, batch in self.batches.items():
+            batch.fill(batch.rows[:0])
+            self.function(batch)
+            self._warm.add(choice)
+
+    def capture(self) -> None:
+        """Capture every bucket, the largest first: smaller ones then reuse its memory.
+
+        Nothing is left to do with ``graphs`` False.
+
+        Raises:
+            RuntimeError: ``warmup`` was not called; kernels would compile in the capture.
+        """
+        if self.eager:
+            return
+        cold = [choice for choice in self.batches if choice not in self._warm]
+        if cold:
+            raise RuntimeError(
+                f"call warmup() before capture(): the kernels of {cold} are not compiled, "
+                "and compiling inside a capture fails or stalls"
+            )
+        pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        for choice in sorted(self.batches, reverse=True):
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph, pool=pool):
+                self.results[choice] = self.function(self.batches[choice])
+            graph.instantiate()
+            self.graphs[choice] = graph
+
+    def bucket(self, batch: int, tokens: int | None = None) -> Bucket:
+        """The bucket of a live batch, see ``smallest``."""
+        return smallest(list(self.batches), batch, tokens)
+
+    def replay(self, choice: Bucket) -> Any:
+        """Queue the graph of a bucket whose batch is filled: one launch.
+
+        Returns:
+            What the function returned when it was captured, with this replay's values
+            once the device gets there.
+
+        Raises:
+            RuntimeError: nothing was captured yet.
+        """
+        if self.eager:
+            return self.function(self.batches[choice])
+        if choice not in self.graphs:
+            raise RuntimeError(f"capture() {choice} before replaying it")
+        self.graphs[choice].replay()
+        return self.results[choice]
+
+
+class CapturedCommit(Captured):
+    """The commit alone: for engines that capture the target's forward themselves."""
+
+    def __init__(
+        self,
+        commit: Commit,
+        choices: Sequence[Bucket],
+        *,
+        draft: int,
+        mode: Mode = "static",
+        graphs: bool = True,
+    ) -> None:
+        """
+        Args:
+            commit: the module to capture; its pools' device is captured on.
+            choices, draft, mode, graphs: as for ``Captured``.
+
+        Raises:
+            ValueError: as ``Captured``.
+        """
+        device = commit.slot_map.device
+        self.target_tokens = {
+            c: torch.zeros(c.tokens, device=device, dtype=torch.int64) for c in choices
+        }
+
+        def function(batch: StaticBatch) -> Committed:
+            targets = self.target_tokens[batch.bucket]
+            cu_seqlens = batch.cu_seqlens()
+            drafts = batch.pack(cu_seqlens)
+            if cu_seqlens is None:
+                drafts, targets = batch.draft_tokens, targets.unflatten(0, (-1, draft))
+            return commit(
+                batch.req_indices, batch.seq_lens, drafts, targets, batch.verify_lens,
+                cu_seqlens,
+            )  # fmt: skip
+
+        super().__init__(
+            function, choices, draft=draft, device=device, mode=mode, graphs=graphs
+        )
+
+    def __call__(self, rows: Tensor, target_tokens: Tensor) -> Committed:
+        """Commit a live batch by one graph launch and two small copies.
+
+        Args:
+            rows: [b, 3 + D] int64, see ``live_rows``.
+            target_tokens: [b, D] int64, or packed [n] with n <= N for ``compact``.
+
+        Returns:
+            The decision of the b live rows, views of the graph's own memory.
+
+        Raises:
+            ValueError: no bucket is large enough, or shapes do not fit it.
+        """
+        b = rows.shape[0]
+        tokens = target_tokens.numel() if target_tokens.dim() == 1 else None
+        choice = self.bucket(b, tokens)
+        self.batches[choice].fill(rows)
+        flat = target_tokens.reshape(-1)
+        self.target_tokens[choice][: flat.shape[0]].copy_(flat)
+        return Committed(*(x[:b] for x in self.replay(choice)))

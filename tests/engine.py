@@ -1,0 +1,101 @@
+"""A small engine around replayssm.graph: random steps of a model that is only its pools."""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from replayssm import ops
+from replayssm.graph import Commit, LinearAttention, Pools, StaticBatch, live_rows
+
+L, D, REQUESTS, SLOTS = 2, 4, 6, 13
+VOCAB = 3  # few tokens: drafts agree with the target about as often as not
+
+
+class Engine:
+    """Pools, maps and the inputs of one step, at fixed addresses.
+
+    Slots 0 .. REQUESTS-1 serve, later ones hold snapshots; SLOTS-1 belongs to nobody.
+    """
+
+    def __init__(self, device: str, variant: str, B: int, interval: int = 0) -> None:
+        model = LinearAttention(
+            L, H=1, HV=2, K=32, V=32, variant=variant,
+            lower_bound=-5.0 if variant == "kda" else None,
+        )  # fmt: skip
+        self.device, self.model, self.B = device, model, B
+        self.pools = Pools(model, slots=SLOTS, requests=B, window=D, device=device)
+        draw = torch.Generator().manual_seed(0)
+        for pool in (self.pools.state, *self.pools.conv_states):
+            pool.copy_(torch.randn(pool.shape, generator=draw))
+        slots = torch.arange(REQUESTS, device=device, dtype=torch.int32)
+        self.commit = Commit(
+            self.pools, slots.clone(), track_slot_map=slots + REQUESTS,
+            track_interval=interval,
+        )  # fmt: skip
+        gate = (model.K,) if variant == "kda" else ()
+        shapes = {
+            "q": (1, 32), "k": (1, 32), "v": (2, 32), "a": (2, *gate), "b": (2,)
+        }  # fmt: skip
+        self.inputs = {
+            name: torch.zeros(L, B * D, *shape, device=device, dtype=torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+        self.A_log = torch.zeros(L, 2, device=device)
+        self.dt_bias = torch.full((L, 2, *gate), -2.0, device=device)
+        self.conv = [torch.zeros_like(window) for window in self.pools.conv_windows]
+        self.targets = torch.zeros(B * D, device=device, dtype=torch.int64)
+
+    def twin(self) -> "Engine":
+        """The same in memory of its own."""
+        return copy.deepcopy(self)
+
+    def memory(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.pools.named_buffers()}
+
+    def load(self, seed: int) -> Tensor:
+        """New inputs and maps; returns the live rows [b, 3 + D], 0 <= b <= B."""
+        draw = torch.Generator().manual_seed(seed)
+        for value in (*self.inputs.values(), *self.conv):
+            value.copy_(torch.randn(value.shape, generator=draw))
+        b = int(torch.randint(0, self.B + 1, (), generator=draw))
+        self.targets.copy_(torch.randint(0, VOCAB, self.targets.shape, generator=draw))
+        serving = torch.randperm(REQUESTS, generator=draw).int()
+        self.commit.slot_map.copy_(serving)
+        return live_rows(
+            torch.randperm(REQUESTS, generator=draw)[:b],
+            torch.randint(0, 40, (b,), generator=draw),
+            torch.randint(0, VOCAB, (b, D), generator=draw),
+            torch.randint(0, D + 1, (b,), generator=draw),
+        ).to(self.device)
+
+    def verify(self, batch: StaticBatch, cu_seqlens: Tensor | None) -> None:
+        """Every layer's verify, and the conv windows a forward would leave."""
+        slots, tokens = batch.slots(self.commit.slot_map), batch.bucket.tokens
+        for layer in range(L):
+            windows = (window[layer] for window in self.pools.windows)
+            ops.verify(
+                *(x[layer, :tokens] for x in self.inputs.values()), self.A_log[layer],
+                self.dt_bias[layer], self.pools.state[layer], *windows, slots, cu_seqlens,
+                batch.window_indices, lower_bound=self.model.lower_bound,
+            )  # fmt: skip
+        for window, values in zip(self.pools.conv_windows, self.conv, strict=True):
+            window.copy_(values)
+
+    def step(self, batch: StaticBatch):
+        """verify and commit."""
+        cu_seqlens = batch.cu_seqlens()
+        self.verify(batch, cu_seqlens)
+        drafts, targets = batch.draft_tokens, self.targets[: batch.bucket.tokens]
+        if cu_seqlens is None:
+            targets = targets.unflatten(0, (-1, D))
+        else:
+            drafts = batch.pack(cu_seqlens)
+        return self.commit(
+            batch.req_indices,
+            batch.seq_lens,
+            drafts,
+            targets,
+            batch.verify_lens,
+            cu_seqlens,
+        )

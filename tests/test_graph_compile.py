@@ -1,0 +1,155 @@
+"""The commit under torch.compile, torch.export and AOTInductor: eager's bits, few graphs."""
+
+import math
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from engine import VOCAB, D, Engine
+from samples import bits_equal
+
+BATCHES = (1, 2, 3, 4, 7, 8, 16, 33, 64)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+def arguments(engine: Engine, B: int, seed: int = 0) -> tuple:
+    """forward's arguments for B requests, some of them padding."""
+    draw = torch.Generator().manual_seed(seed)
+    request = torch.arange(B) % 7 - 1  # -1 and one past the map are padding
+    request = torch.where(torch.arange(B) < 7, request, -1)
+    drafts, targets = torch.randint(0, VOCAB, (2, B, D), generator=draw)
+    lens = torch.randint(0, D + 1, (B,), generator=draw)
+    given = (request, torch.arange(B), drafts, targets, lens)
+    return tuple(x.to(engine.device) for x in given)
+
+
+def pair(device: str, variant: str, B: int) -> tuple[Engine, Engine]:
+    engine = Engine(device, variant, B, interval=3)
+    draw = torch.Generator().manual_seed(1)
+    for window in (*engine.pools.windows, *engine.pools.conv_windows):
+        window.copy_(torch.rand(window.shape, generator=draw) - 1)  # g <= 0
+    return engine, engine.twin()
+
+
+def same(got: Engine, want: Engine) -> None:
+    for (name, one), other in zip(
+        got.pools.named_buffers(), want.pools.buffers(), strict=True
+    ):
+        bits_equal(one, other, name)
+
+
+def check(commit, engine: Engine, eager: Engine, args: tuple) -> None:
+    for got, want in zip(commit(*args), eager.commit(*args), strict=True):
+        bits_equal(got, want)
+    same(engine, eager)
+
+
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_a_compiled_commit_equals_eager_and_copies_no_pool(device, variant):
+    engine, eager = pair(device, variant, 5)
+    args = arguments(engine, 5)
+    codes = []
+
+    def commit(*args):
+        result, code = run_and_get_code(torch.compile(engine.commit, fullgraph=True), *args)
+        codes.extend(code)
+        return result
+
+    check(commit, engine, eager, args)
+    shapes = re.findall(r"empty_strided\w*\(\(([^()]*)\)", "".join(codes))
+    sizes = [math.prod(int(x) for x in shape.split(",") if x.strip()) for shape in shapes]
+    # The largest thing a commit may allocate is its four index vectors.
+    assert codes and max(sizes, default=0) <= 4 * 5
+    assert not re.findall(r"\.clone\b|clone_preserve", "".join(codes))
+
+
+def test_batch_sizes_1_to_64_compile_at_most_twice(device):
+    engine, eager = pair(device, "gdn", 64)
+    counter = CompileCounterWithBackend("inductor")
+    commit = torch.compile(engine.commit, fullgraph=True, backend=counter)
+    for B in BATCHES:
+        check(commit, engine, eager, arguments(engine, B, seed=B))
+    assert counter.frame_count <= 2
+
+
+def test_the_graph_is_our_four_ops_in_order():
+    engine, _ = pair("cpu", "gdn", 5)
+    seen = []
+
+    def record(graph, inputs):
+        seen.extend(
+            str(node.target)
+            for node in graph.graph.nodes
+            if "replayssm" in str(node.target)
+        )
+        return graph
+
+    torch.compile(engine.commit, fullgraph=True, backend=record)(*arguments(engine, 5))
+    assert_expected_inline(
+        "\n".join(seen),
+        """\
+replayssm.accept.default
+replayssm.commit_indices.default
+replayssm.fold.default
+replayssm.conv_commit.default""",
+    )
+
+
+def test_an_exported_commit_equals_eager(device):
+    engine, eager = pair(device, "gdn", 5)
+    args = arguments(engine, 5)
+    program = torch.export.export(engine.commit, args)
+    check(program.module(), engine, eager, args)
+
+
+@pytest.mark.gpu
+def test_reduce_overhead_captures_the_commit():
+    """Pools are module buffers, which is what it takes (field case 79)."""
+    engine, eager = pair("cuda", "gdn", 5)
+    args = arguments(engine, 5)
+    commit = torch.compile(engine.commit, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        for got, want in zip(commit(*args), eager.commit(*args), strict=True):
+            bits_equal(got.clone(), want)
+        same(engine, eager)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+class Plain(torch.nn.Module):
+    """AOTInductor cannot name a named tuple."""
+
+    def __init__(self, commit: torch.nn.Module) -> None:
+        super().__init__()
+        self.commit = commit
+
+    def forward(self, *args):
+        return tuple(self.commit(*args))
+
+
+def test_a_commit_compiled_ahead_of_time_equals_eager(tmp_path):
+    """AOTInductor, its package folding into our own pools."""
+    engine, eager = pair("cpu", "gdn", 5)
+    args = arguments(engine, 5)
+    program = torch.export.export(Plain(engine.commit), args)
+    path = str(tmp_path / "commit.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    commit = torch._inductor.aoti_load_package(path)
+    known = set(commit.get_constant_fqns())
+    buffers = {f"commit.{name}": b for name, b in engine.commit.named_buffers()}
+    mine = {name: b for name, b in buffers.items() if name in known}
+    commit.load_constants(mine, check_full_update=False, user_managed=True)
+    for _ in range(2):
+        check(commit, engine, eager, args)
