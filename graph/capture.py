@@ -136,9 +136,10 @@ class CapturedCommit(Captured):
         def function(batch: StaticBatch) -> Committed:
             targets = self.target_tokens[batch.bucket]
             cu_seqlens = batch.cu_seqlens()
-            drafts = batch.pack(cu_seqlens)
             if cu_seqlens is None:
                 drafts, targets = batch.draft_tokens, targets.unflatten(0, (-1, draft))
+            else:
+                drafts = batch.pack(cu_seqlens)
             return commit(
                 batch.req_indices, batch.seq_lens, drafts, targets, batch.verify_lens,
                 cu_seqlens,

@@ -163,7 +163,9 @@ WAYS = [("gdn", "static"), ("kda", "compact")]
 
 
 def says(done: subprocess.CompletedProcess, line: str) -> None:
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.returncode == 0, done.stderr.decode()
+    if "compiled" not in line:  # torch.compile has its own warnings to give
+        assert done.stderr == b""
     for wanted in (line, "output         byte-identical to plain decoding"):
         assert f"\n{wanted}\n" in done.stdout.decode()
 
@@ -189,10 +191,8 @@ def test_cuda_graphs_are_byte_identical(algo, mode):
 def test_the_step_that_inductor_compiles_is_byte_identical(graphs):
     way = ("--algo", "dspark", "--mode", "compact", graphs)
     done = run("--model", "gdn", "--compile", *way, device="cuda")
-    says(
-        done,
-        f"mode           compact, {'' if graphs[2] == 'g' else 'no '}CUDA graphs, compiled",
-    )
+    said = "CUDA graphs" if graphs == "--graphs" else "no graphs"
+    says(done, f"mode           compact, {said}, compiled")
 
 
 def test_the_whole_step_compiles_and_is_byte_identical():
