@@ -10,7 +10,7 @@ from samples import VARIANTS, bits_equal, make
 pytestmark = pytest.mark.gpu
 
 # Every tile the tables may pick, and more: (BV, warps) with 1 to 8 rows a thread.
-TILES = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4)]
+TILES = [(16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4)]
 
 
 def kernels(name: str, tile: tuple[int, int] | None = None):
