@@ -1,16 +1,21 @@
 """Static ragged batches: fixed shapes per bucket, what varies in device tensors."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 Mode = Literal["static", "cap-accept", "compact"]
-MODES = ("static", "cap-accept", "compact")
+MODES = get_args(Mode)
 
 # Columns of a row before its D tokens.
 _REQUEST, _LENGTH, _VERIFY, _TOKENS = 0, 1, 2, 3
+
+
+def _known(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
 class Bucket(NamedTuple):
@@ -38,8 +43,7 @@ def buckets(
     Raises:
         ValueError: an unknown mode, sizes below 1, or budgets missing or not wanted.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    _known(mode)
     if draft < 1 or not batches or min(batches) < 1:
         raise ValueError(
             f"batches and draft must be at least 1, got {list(batches)} and {draft}"
@@ -131,8 +135,7 @@ class StaticBatch:
         Raises:
             ValueError: an unknown mode.
         """
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        _known(mode)
         self.bucket, self.draft, self.mode = bucket, draft, mode
         row = torch.tensor([-1, 0, 0] + [0] * draft, device=device)
         self._padding = row.repeat(bucket.batch, 1)
@@ -193,6 +196,14 @@ class StaticBatch:
             return self.draft_tokens.reshape(-1)
         row, column, covered = self.places(cu_seqlens)
         return torch.where(covered, self.draft_tokens[row, column], 0)
+
+    def drafts(self, cu_seqlens: Tensor | None) -> Tensor:
+        """The draft tokens as ``Commit`` takes them: a view [B, D], or packed [N].
+
+        Args:
+            cu_seqlens: what ``cu_seqlens()`` gave.
+        """
+        return self.draft_tokens if cu_seqlens is None else self.pack(cu_seqlens)
 
     def places(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """([N] row, [N] column, [N] bool covered) of each packed token in [B, D].

@@ -52,14 +52,14 @@ class Captured:
         self.batches = {c: StaticBatch(c, draft, device, mode) for c in sorted(choices)}
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self.results: dict[Bucket, Any] = {}
-        self._warm: set[Bucket] = set()
+        self._warm = False
 
     def warmup(self) -> None:
         """Run every bucket once on padding, which writes nothing: compiles every kernel."""
-        for choice, batch in self.batches.items():
+        for batch in self.batches.values():
             batch.fill(batch.rows[:0])
             self.function(batch)
-            self._warm.add(choice)
+        self._warm = True
 
     def capture(self) -> None:
         """Capture every bucket, the largest first: smaller ones then reuse its memory.
@@ -71,11 +71,10 @@ class Captured:
         """
         if self.eager:
             return
-        cold = [choice for choice in self.batches if choice not in self._warm]
-        if cold:
+        if not self._warm:
             raise RuntimeError(
-                f"call warmup() before capture(): the kernels of {cold} are not compiled, "
-                "and compiling inside a capture fails or stalls"
+                f"call warmup() before capture(): the kernels of {list(self.batches)} are not "
+                "compiled, and compiling inside a capture fails or stalls"
             )
         pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
@@ -134,12 +133,9 @@ class CapturedCommit(Captured):
         }
 
         def function(batch: StaticBatch) -> Committed:
-            targets = self.target_tokens[batch.bucket]
             cu_seqlens = batch.cu_seqlens()
-            if cu_seqlens is None:
-                drafts, targets = batch.draft_tokens, targets.unflatten(0, (-1, draft))
-            else:
-                drafts = batch.pack(cu_seqlens)
+            drafts = batch.drafts(cu_seqlens)
+            targets = self.target_tokens[batch.bucket].view(drafts.shape)
             return commit(
                 batch.req_indices, batch.seq_lens, drafts, targets, batch.verify_lens,
                 cu_seqlens,

@@ -62,7 +62,7 @@ class Commit(torch.nn.Module):
         self.track_interval, self.use_qk_l2norm = track_interval, use_qk_l2norm
         self.register_buffer("slot_map", slot_map, persistent=False)
         self.register_buffer("track_slot_map", track_slot_map, persistent=False)
-        rows = torch.arange(pools.k_window.shape[1], device=slot_map.device)
+        rows = torch.arange(pools.requests, device=slot_map.device)
         self.register_buffer("window_rows", rows.to(torch.int32), persistent=False)
         # Device-side count of live rows: batches mark padding by request -1 instead.
         live = torch.full((1,), 2**31 - 1, device=slot_map.device, dtype=torch.int32)

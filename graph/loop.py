@@ -146,8 +146,7 @@ class DecodeLoop(Captured):
         drafts = batch.draft_tokens
         targets = self.verify(batch, cu_seqlens)
         decided = self.commit(
-            batch.req_indices, batch.seq_lens,
-            drafts if cu_seqlens is None else batch.pack(cu_seqlens), targets,
+            batch.req_indices, batch.seq_lens, batch.drafts(cu_seqlens), targets,
             batch.verify_lens, cu_seqlens,
         )  # fmt: skip
         count = self._emit(out, drafts, decided)

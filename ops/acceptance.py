@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import checks, reference_commit
-from .launch import Plan
+from .launch import Plan, stride
 from .registration import register
 
 
@@ -83,8 +83,8 @@ def _plan_accept(lowering, tensors, rest):
         (batch, 1, 1),
         (
             draft.shape[-1], draft.stride(0), draft.stride(-1), target.stride(0),
-            target.stride(-1), 0 if cu_seqlens is None else cu_seqlens.stride(0),
-            0 if verify_lens is None else verify_lens.stride(0),
+            target.stride(-1), stride(cu_seqlens),
+            stride(verify_lens),
         ),
         {"BLOCK": 32},
         1,
@@ -178,10 +178,6 @@ def _check_commit_indices(
         check.fail(f"track_interval must be 0 or more tokens, got {track_interval}")
 
 
-def _nothing(*args, **kwargs):
-    return None
-
-
 def _arrange_commit_indices(
     accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
     track_indices, track_steps, *, track_slot_map=None, track_interval=0,
@@ -196,16 +192,15 @@ def _plan_commit_indices(lowering, tensors, rest):
     accept_lens, seq_lens, req_indices, slot_map, _, *outputs, track_slot_map = tensors
     (track_interval,) = rest
     batch, block = accept_lens.shape[0], 128
-    length, stride = 0, 0
-    if track_slot_map is not None:
-        length, stride = track_slot_map.shape[0], track_slot_map.stride(0)
+    length = 0 if track_slot_map is None else track_slot_map.shape[0]
     return Plan(
         lowering.commit_indices,
         (-(-batch // block), 1, 1),
         (
             batch, slot_map.shape[0], length, track_interval,
             accept_lens.stride(0), seq_lens.stride(0), req_indices.stride(0),
-            slot_map.stride(0), *(output.stride(0) for output in outputs), stride,
+            slot_map.stride(0), *(output.stride(0) for output in outputs),
+            stride(track_slot_map),
         ),
         {"TRACK": track_slot_map is not None and track_interval > 0, "BLOCK": block},
         4,
@@ -221,5 +216,4 @@ _commit_indices = register(
     cpu=reference_commit.commit_indices,
     arrange=_arrange_commit_indices,
     plan=_plan_commit_indices,
-    fake=_nothing,
 )

@@ -122,12 +122,14 @@ class Check:
         if value is not None:
             self.tensor(name, value, dims, INDEX)
 
-    def pair(self, **tracks: Tensor | None) -> None:
-        """Both or neither of two optional arguments."""
-        (first, one), (second, other) = tracks.items()
-        if (one is None) != (other is None):
-            given, missing = (second, first) if one is None else (first, second)
+    def tracks(self, track_indices: Tensor | None, track_steps: Tensor | None) -> None:
+        """The snapshots of a commit: both arguments or neither."""
+        if (track_indices is None) != (track_steps is None):
+            names = "track_indices", "track_steps"
+            given, missing = names[::-1] if track_indices is None else names
             self.fail(f"{given} needs {missing} beside it, got None")
+        self.index("track_indices", track_indices, "B")
+        self.index("track_steps", track_steps, "B")
 
     def heads(self) -> None:
         value_heads, key_heads = self.sizes["HV"], self.sizes["H"]

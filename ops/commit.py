@@ -79,13 +79,7 @@ def _check_fold(
     check.index("state_indices", state_indices, "B")
     check.index("accept_lens", accept_lens, "B")
     check.index("window_indices", window_indices, "B")
-    check.pair(track_indices=track_indices, track_steps=track_steps)
-    check.index("track_indices", track_indices, "B")
-    check.index("track_steps", track_steps, "B")
-
-
-def _nothing(*args, **kwargs):
-    return None
+    check.tracks(track_indices, track_steps)
 
 
 def _arrange_fold(
@@ -107,7 +101,6 @@ _fold = register(
     cpu=reference.fold,
     arrange=_arrange_fold,
     plan=launch.fold,
-    fake=_nothing,
 )
 
 
@@ -169,9 +162,7 @@ def _check_scatter(
     check.index("state_indices", state_indices, "B")
     check.index("step_indices", step_indices, "B")
     check.index("source_indices", source_indices, "B")
-    check.pair(track_indices=track_indices, track_steps=track_steps)
-    check.index("track_indices", track_indices, "B")
-    check.index("track_steps", track_steps, "B")
+    check.tracks(track_indices, track_steps)
 
 
 def _arrange_scatter(
@@ -192,5 +183,4 @@ _scatter = register(
     cpu=reference.scatter,
     arrange=_arrange_scatter,
     plan=launch.scatter,
-    fake=_nothing,
 )

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from . import checks, reference_commit
-from .launch import Plan
+from .launch import Plan, stride
 from .registration import register
 
 MAX_GROUPS = 4
@@ -116,13 +116,7 @@ def _check(
     check.index("state_indices", state_indices, "B")
     check.index("accept_lens", accept_lens, "B")
     check.index("window_indices", window_indices, "B")
-    check.pair(track_indices=track_indices, track_steps=track_steps)
-    check.index("track_indices", track_indices, "B")
-    check.index("track_steps", track_steps, "B")
-
-
-def _fake(*args, **kwargs):
-    return None
+    check.tracks(track_indices, track_steps)
 
 
 def _groups(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -166,7 +160,7 @@ def _plan(lowering, tensors, rest):
         (
             batch, pool, windows[0].shape[1], columns if dense else columns - taps + 1,
             *sizes, *strides, slots.stride(0), accept_lens.stride(0),
-            *(0 if index is None else index.stride(0) for index in optional),
+            *(stride(index) for index in optional),
         ),
         {"TAPS": taps, "ROWS": not dense and not channels_last, "BLOCK": block},
         4,
@@ -182,5 +176,4 @@ _conv_commit = register(
     cpu=reference_commit.conv_commit,
     arrange=_arrange,
     plan=_plan,
-    fake=_fake,
 )

@@ -119,7 +119,8 @@ def _block(tokens: int) -> int:
     return min(_MAX_BLOCK, 1 << max(tokens - 1, 0).bit_length())
 
 
-def _stride(tensor: Tensor | None, dim: int = 0) -> int:
+def stride(tensor: Tensor | None, dim: int = 0) -> int:
+    """A stride as kernels take it: 0 where the tensor or the dimension is absent."""
     return 0 if tensor is None or tensor.dim() <= dim else tensor.stride(dim)
 
 
@@ -134,7 +135,7 @@ def gate(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         (
             0.0 if lower_bound is None else lower_bound, elements,
             a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_log.stride(0),
-            dt_bias.stride(0), _stride(dt_bias, 1),
+            dt_bias.stride(0), stride(dt_bias, 1),
         ),
         {
             "HV": a.shape[1], "K": a.shape[2] if kda else 1,
@@ -165,9 +166,9 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
             batch, tokens, length, state.shape[0], pool, capacity,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_log.stride(0),
-            dt_bias.stride(0), _stride(dt_bias, 1), state.stride(0),
-            *(_stride(window) for window in windows),
-            slots.stride(0), _stride(cu_seqlens), _stride(rows),
+            dt_bias.stride(0), stride(dt_bias, 1), state.stride(0),
+            *(stride(window) for window in windows),
+            slots.stride(0), stride(cu_seqlens), stride(rows),
         ),
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": kda, "SAFE": lower_bound is not None,
@@ -190,17 +191,17 @@ def fold(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
     batch = slots.shape[0]
     BV, warps = lowering.fold_tile(HV, K, V, batch)
     strides = [
-        stride
+        step
         for pool in pools
-        for stride in (pool.stride()[:2] if layered else (0, pool.stride(0)))
+        for step in (pool.stride()[:2] if layered else (0, pool.stride(0)))
     ]
     return Plan(
         lowering.fold,
         (-(-V // BV) * HV * batch * layers if capacity else 0, 1, 1),
         (
             batch, state.shape[-4], k_window.shape[-4], capacity, *strides,
-            slots.stride(0), accept_lens.stride(0), _stride(rows),
-            _stride(track_indices), _stride(track_steps),
+            slots.stride(0), accept_lens.stride(0), stride(rows),
+            stride(track_indices), stride(track_steps),
         ),
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": g_window.dim() - layered == 4,
@@ -226,7 +227,7 @@ def store(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
             k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             g.stride(0), g.stride(1), beta.stride(0), beta.stride(1),
             k_window.stride(0), v_window.stride(0), g_window.stride(0),
-            beta_window.stride(0), rows.stride(0), _stride(cu_seqlens),
+            beta_window.stride(0), rows.stride(0), stride(cu_seqlens),
         ),
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": g.dim() == 3,
@@ -247,8 +248,8 @@ def scatter(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         (
             size, batch, pool, rows, length,
             state.stride(0), state.stride(1), *intermediate.stride()[:3],
-            slots.stride(0), steps.stride(0), _stride(sources),
-            _stride(track_indices), _stride(track_steps),
+            slots.stride(0), steps.stride(0), stride(sources),
+            stride(track_indices), stride(track_steps),
         ),
         {"BLOCK": block},
         4,

@@ -17,6 +17,10 @@ _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 _PLANS: dict[str, tuple[Callable, Callable]] = {}
 
 
+def _nothing(*args, **kwargs) -> None:
+    """The fake of an op that only mutates."""
+
+
 def register(
     schema: str,
     *,
@@ -24,7 +28,7 @@ def register(
     cpu: Callable,
     arrange: Callable,
     plan: Callable[..., launch.Plan],
-    fake: Callable,
+    fake: Callable = _nothing,
 ) -> Callable:
     """Define one op and its kernels; return its ``torch.ops`` overload.
 

@@ -86,11 +86,8 @@ class Engine:
         """verify and commit."""
         cu_seqlens = batch.cu_seqlens()
         self.verify(batch, cu_seqlens)
-        drafts, targets = batch.draft_tokens, self.targets[: batch.bucket.tokens]
-        if cu_seqlens is None:
-            targets = targets.unflatten(0, (-1, D))
-        else:
-            drafts = batch.pack(cu_seqlens)
+        drafts = batch.drafts(cu_seqlens)
+        targets = self.targets[: batch.bucket.tokens].view(drafts.shape)
         return self.commit(
             batch.req_indices,
             batch.seq_lens,

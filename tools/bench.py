@@ -122,6 +122,16 @@ def gate(model: Model) -> None:
         sys.exit("the folded state is not decode's: no figures")
 
 
+def event_us(run) -> float:
+    """Microseconds of the device work that run queues."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000
+
+
 def device_us(run, flush: torch.Tensor) -> float:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -133,12 +143,7 @@ def device_us(run, flush: torch.Tensor) -> float:
     times = []
     for _ in range(REPLAYS):
         flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
+        times.append(event_us(graph.replay))
     return statistics.median(times)
 
 
@@ -164,12 +169,7 @@ def copy_bandwidth() -> float:
     times = []
     for _ in range(50 + REPLAYS):  # the first 50 raise the clocks
         # Not in a graph: a captured copy is a memcpy node, which is slower.
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
+        times.append(event_us(lambda: target.copy_(source)))
     return 2 * source.nbytes / statistics.median(times[50:]) / 1e3
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bench import DEVICE, MODELS, REPLAYS, Model
+from bench import DEVICE, MODELS, REPLAYS, Model, event_us
 from replayssm import ops
 from replayssm.graph import (
     Bucket,
@@ -84,9 +84,8 @@ class Step:
             )
             for layer in range(self.model.layers)
         ]  # fmt: skip
-        drafts = batch.draft_tokens if cu_seqlens is None else batch.pack(cu_seqlens)
         decided = self.commit(
-            batch.req_indices, batch.seq_lens, drafts, self.targets, batch.verify_lens,
+            batch.req_indices, batch.seq_lens, batch.drafts(cu_seqlens), self.targets, batch.verify_lens,
             cu_seqlens,
         )  # fmt: skip
         return decided, outputs
@@ -115,12 +114,7 @@ def compare(name: str, B: int, share: float, flush: torch.Tensor) -> dict:
     for _ in range(REPLAYS):
         for mode, step in steps.items():
             flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs[mode].replay(step.bucket)
-            end.record()
-            end.synchronize()
-            times[mode].append(start.elapsed_time(end) * 1000)
+            times[mode].append(event_us(lambda m=mode, s=step: graphs[m].replay(s.bucket)))
     median = {mode: round(statistics.median(x), 1) for mode, x in times.items()}
     tokens = {mode: step.bucket.tokens for mode, step in steps.items()}
     return {"model": name, "op": "step", "B": B, "D": MODELS[name].D, "us": median,
