@@ -212,7 +212,8 @@ class StaticBatch:
             cu_seqlens: what ``cu_seqlens()`` gave.
         """
         n = torch.arange(self.bucket.tokens, device=self.rows.device, dtype=torch.int32)
-        row = torch.searchsorted(cu_seqlens[1:].contiguous(), n, right=True)
+        # The whole of it: Inductor (torch 2.11) cannot search a slice on a GPU.
+        row = torch.searchsorted(cu_seqlens, n, right=True) - 1
         covered = row < self.bucket.batch
         row = row.clamp(max=self.bucket.batch - 1)
         column = (n - cu_seqlens[row]).clamp(0, self.draft - 1)

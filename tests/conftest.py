@@ -7,6 +7,9 @@ import sys
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # or every worker would start a thread per core
+
 
 @atexit.register
 def close_with_the_summary() -> None:
