@@ -6,7 +6,10 @@ once for every distinct metadata; after that a call costs a dictionary look-up a
 the launch itself, a few microseconds against a hundred.
 
 ``lowering`` holds the kernels ``recur`` (verify and decode), ``fold``, ``gate``,
-``store`` and ``scatter`` and the tables ``recur_tile`` and ``fold_tile``.
+``store`` and ``scatter`` and the tables ``recur_tile`` and ``fold_tile``; the tuned one
+also ``effective`` (verify, inexact) with ``effective_tile``. Its kernels start by
+programmatic dependent launch where ``lowering.pdl`` says that the card can: a chain of
+small ones then costs about a microsecond less at every link.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +26,10 @@ _PINNED = {"enable_fp_fusion": False}
 
 # Tokens staged together; more costs shared memory and gains nothing.
 _MAX_BLOCK = 8
+
+# What ``effective`` can take in: tokens, and key dims of a short and of a long window
+# (more would spill registers).
+_MAX_WINDOW, _MAX_KEY, _MAX_KEY_LONG = 16, 256, 224
 
 # Plans kept per op. Serving meets a few dozen; a caller whose every batch has
 # another shape must not grow memory without end.
@@ -45,9 +52,10 @@ class Plan(NamedTuple):
         """Launch through triton's own path; return the compiled kernel."""
         if 0 in self.programs:
             return None
+        options = {"launch_pdl": True} if self.constants.get("PDL") else {}
         return self.kernel[self.programs](
             *tensors, *outputs, *self.scalars, **self.constants, num_warps=self.warps,
-            **_PINNED,
+            **options, **_PINNED,
         )  # fmt: skip
 
 
@@ -119,6 +127,24 @@ def _block(tokens: int) -> int:
     return min(_MAX_BLOCK, 1 << max(tokens - 1, 0).bit_length())
 
 
+def _tuned(lowering: Any, **constants: bool) -> dict[str, bool]:
+    """Constants of the tuned kernels alone."""
+    return {} if lowering.pdl is None else {**constants, "PDL": lowering.pdl}
+
+
+def _one_pass(lowering: Any, state: Tensor, length: int) -> bool:
+    """Whether verify's outputs may come from effective queries: by shape alone."""
+    *_, V, K = state.shape
+    return (
+        hasattr(lowering, "effective")
+        and 2 <= length <= _MAX_WINDOW
+        and state.dtype == torch.float32
+        and K % 32 == 0
+        and (_MAX_KEY if length <= _MAX_BLOCK else _MAX_KEY_LONG) >= K
+        and V % 32 == 0
+    )
+
+
 def stride(tensor: Tensor | None, dim: int = 0) -> int:
     """A stride as kernels take it: 0 where the tensor or the dimension is absent."""
     return 0 if tensor is None or tensor.dim() <= dim else tensor.stride(dim)
@@ -149,16 +175,21 @@ def gate(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
 def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
     """verify, and with absent windows decode."""
     q, k, v, a, b, A_log, dt_bias, state, *windows, slots, cu_seqlens, rows = tensors
-    scale, lower_bound, use_qk_l2norm = rest
+    scale, lower_bound, use_qk_l2norm, exact = rest
     (tokens, H, K), (HV, V) = q.shape, v.shape[1:]
     batch, kda, ragged = slots.shape[0], a.dim() == 3, cu_seqlens is not None
     length = tokens // batch if batch and not ragged else 0
     pool, _, capacity, _ = windows[0].shape if windows[0] is not None else (0,) * 4
-    BV, warps = lowering.recur_tile(HV, K, V, batch, kda)
+    kernel, block = lowering.recur, _MAX_BLOCK if ragged else _block(length)
+    if not exact and _one_pass(lowering, state, length):
+        kernel, block = lowering.effective, _MAX_BLOCK if length <= _MAX_BLOCK else 16
+        BV, warps = lowering.effective_tile(HV, K, V, batch, block)
+    else:
+        BV, warps = lowering.recur_tile(HV, K, V, batch, kda)
     # Ragged batches get one row of programs more: it zeroes uncovered tokens.
     heads = HV * (batch + ragged) if tokens else 0
     return Plan(
-        lowering.recur,
+        kernel,
         (-(-V // BV) * heads, 1, 1),
         (
             K**-0.5 if scale is None else scale,
@@ -172,8 +203,8 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         ),
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": kda, "SAFE": lower_bound is not None,
-            "L2NORM": use_qk_l2norm, "BV": BV,
-            "TB": _MAX_BLOCK if ragged else _block(length), "NW": warps,
+            "L2NORM": use_qk_l2norm, "BV": BV, "TB": block, "NW": warps,
+            **_tuned(lowering, ONE=not ragged and length <= block),
         },
         warps,
         ((v.shape, v.dtype),),
@@ -206,6 +237,7 @@ def fold(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": g_window.dim() - layered == 4,
             "L2NORM": use_qk_l2norm, "BV": BV, "TB": _block(capacity), "NW": warps,
+            **_tuned(lowering),
         },
         warps,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 # The kernels carry tuples of tensors through loops in Gluon: triton 3.6 and newer.
 _GLUON_SINCE = (3, 6)
+_PDL_SINCE = (9, 0)  # griddepcontrol
 
 
 class Lowering(NamedTuple):
@@ -61,15 +62,23 @@ def _gpu_lowering(index: int) -> Lowering:
 @functools.cache
 def kernels(index: int) -> SimpleNamespace:
     """The kernels of a GPU, see ``launch``."""
-    return load(_gpu_lowering(index).name)
+    chosen = load(_gpu_lowering(index).name)
+    if chosen.pdl is not None:
+        chosen.pdl = torch.cuda.get_device_capability(index) >= _PDL_SINCE
+    return chosen
 
 
 def load(name: str) -> SimpleNamespace:
-    """The kernels of a lowering: its own, and the copies and integer work of all."""
+    """The kernels of a lowering: its own, and the copies and integer work of all.
+
+    ``pdl``: whether they start by programmatic dependent launch; None: they cannot.
+    """
+    own = ("gluon", "effective") if name == "gluon" else (name,)
     modules = (
         importlib.import_module(f"replayssm.ops.kernels.{part}")
-        for part in (name, "copies", "batch")
+        for part in (*own, "copies", "batch")
     )
     return SimpleNamespace(
-        **{key: value for module in modules for key, value in vars(module).items()}
+        **{key: value for module in modules for key, value in vars(module).items()},
+        pdl=False if name == "gluon" else None,
     )

@@ -1,6 +1,7 @@
 """Every GPU kernel compiles for every card it is meant for, without that card."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ def arguments(op: str, *, B=32, D=8, H=16, HV=32, K=128, V=128, kda=False, state
         "gate": (gates, {}),
         "store": ((k, v, a.float(), b.float(), *one, slots), {}),
         "verify": ((q, k, v, *gates, pool[0], *one, slots), {}),
+        "inexact": ((q, k, v, *gates, pool[0], *one, slots), {"exact": False}),
         "ragged": ((q, k, v, *gates, pool[0], *one, slots, meta(B + 1, dtype=I32)), {}),
         "decode": ((q, k, v, *gates, pool[0], slots), {}),
         "fold": ((pool, *windows, slots, slots), {}),
@@ -73,13 +75,16 @@ COMMIT = (
 )  # fmt: skip
 
 
-def build(lowering: str, op: str, target: str, **shape):
+def build(lowering: str, op: str, target: str, pdl: bool = False, **shape):
     args, kwargs = arguments(op, **shape)
-    name = {"ragged": "verify", "track": "fold"}.get(op, op.split()[0])
-    return compiled(*plan_of(KERNELS[lowering], name, *args, **kwargs), target)
+    name = {"ragged": "verify", "inexact": "verify", "track": "fold"}.get(op, op.split()[0])
+    kernels = KERNELS[lowering]
+    if pdl:
+        kernels = SimpleNamespace(**{**vars(kernels), "pdl": True})
+    return compiled(*plan_of(kernels, name, *args, **kwargs), target)
 
 
-@pytest.mark.parametrize("op", ["gate", "verify", "ragged", "decode", "track"])
+@pytest.mark.parametrize("op", ["gate", "verify", "inexact", "ragged", "decode", "track"])
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("target", ["80", "100"])
 def test_gluon_compiles_for_other_nvidia_cards(op, kda, target):
@@ -111,7 +116,7 @@ def test_conv_states_move_16_bytes_a_thread(op):
 
 @pytest.mark.parametrize("batch", [1, 8, 32])  # one batch for each tile of the tables
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
-@pytest.mark.parametrize("op", ["verify", "ragged", "decode", "fold", "track"])
+@pytest.mark.parametrize("op", ["verify", "inexact", "ragged", "decode", "fold", "track"])
 def test_no_configuration_spills_registers_on_sm_90(op, kda, batch):
     used = usage(build("gluon", op, "90", kda=kda, B=batch))
     assert used.spilled_bytes == 0, used
@@ -122,6 +127,26 @@ def test_no_configuration_spills_registers_on_sm_90(op, kda, batch):
 def test_no_head_dim_spills_registers_on_sm_90(op, K, V):
     used = usage(build("gluon", op, "90", kda=True, K=K, V=V, H=8, HV=8))
     assert used.spilled_bytes == 0, used
+
+
+@pytest.mark.parametrize("K, V", [(32, 64), (64, 128), (96, 96), (128, 128), (192, 32)])
+@pytest.mark.parametrize("D", [8, 16])
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+def test_no_inexact_shape_spills_or_needs_more_than_a_small_card_has(K, V, D, kda):
+    kernel = build("gluon", "inexact", "90", kda=kda, D=D, K=K, V=V, H=8, HV=8)
+    assert usage(kernel).spilled_bytes == 0
+    assert kernel.metadata.shared <= 99 * 1024  # sm_86, sm_89 and sm_120
+
+
+@pytest.mark.parametrize("op", ["verify", "inexact", "ragged", "decode", "track"])
+def test_an_overlapping_kernel_waits_before_it_touches_memory(op):
+    """Programmatic dependent launch: nothing may come before the wait, and the next
+    kernel may start only after it, or kernels would overtake each other."""
+    ptx = build("gluon", op, "90", pdl=True).asm["ptx"]
+    order = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global|cp\.async|\bret\b", ptx)
+    assert order[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert order.count("griddepcontrol.wait") == 1
+    assert "griddepcontrol" not in build("gluon", op, "90").asm["ptx"]
 
 
 def test_only_written_fma_is_contracted():

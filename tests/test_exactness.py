@@ -55,16 +55,35 @@ def test_one_token_commits_as_decode_does_for_a_16_bit_state(device, variant, st
 
 
 @variants
-def test_inexact_outputs_are_near_fp64_and_change_nothing_else(device, variant):
-    exact = make(device, variant, D=8, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("D", "K", "V"), [(2, 32, 96), (5, 96, 32), (8, 128, 128), (9, 64, 64), (16, 128, 64)]
+)
+def test_inexact_outputs_are_near_fp64_and_change_nothing_else(
+    device, variant, dtype, D, K, V
+):
+    exact = make(device, variant, D=D, HV=3, K=K, V=V, dtype=dtype)
     inexact = exact.copy()
     want, _ = oracle.run(exact)
     exact.verify()
     oracle.assert_outputs(inexact.verify(exact=False), want, relative=1e-5)
     exact.assert_untouched(inexact.memory(*WINDOWS))
     for problem in (exact, inexact):
-        problem.fold([8, 3, 0])
+        problem.fold([D, D // 2, 0])
     exact.assert_untouched(inexact.memory("state"))
+
+
+@variants
+@pytest.mark.parametrize("D", [4, 12])
+def test_an_inexact_result_does_not_depend_on_the_batch(device, variant, D):
+    """Nor on the tile chosen for it; padding rows give zeros and touch nothing."""
+    p = make(device, variant, B=5, D=D, H=8, HV=16, K=128, V=128)
+    p.state_indices[3] = -1
+    outputs = p.copy().verify(exact=False).unflatten(0, (5, D))
+    assert not outputs[3].any()
+    for row in range(5):
+        alone = p.copy().take([row]).verify(exact=False)
+        bits_equal(alone, outputs[row], f"outputs of row {row}")
 
 
 @variants

@@ -5,7 +5,7 @@ import torch
 
 from replayssm import ops
 from replayssm.ops import registration, select
-from samples import VARIANTS, bits_equal, make
+from samples import TOKENS, VARIANTS, bits_equal, make
 
 pytestmark = pytest.mark.gpu
 
@@ -13,15 +13,20 @@ pytestmark = pytest.mark.gpu
 TILES = [(16, 1), (16, 2), (16, 4), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4)]
 
 
+INEXACT_TILES = [(32, 4), (64, 4), (128, 4)]
+
+
 def kernels(name: str, tile: tuple[int, int] | None = None):
     chosen = select.load(name)
     if tile is not None:
-        chosen.recur_tile = chosen.fold_tile = lambda *shape: tile
+        chosen.recur_tile = chosen.fold_tile = chosen.effective_tile = lambda *shape: tile
     return chosen
 
 
-def verify(chosen, p):
-    return registration.run(chosen, "verify", *p.args, lower_bound=p.lower_bound)[0]
+def verify(chosen, p, **options):
+    return registration.run(
+        chosen, "verify", *p.args, lower_bound=p.lower_bound, **options
+    )[0]  # fmt: skip
 
 
 def fold(chosen, p, accept):
@@ -50,6 +55,70 @@ def test_every_tile_gives_the_same_bits(variant, tile):
     p.fold([6, 3, 1])
     fold(kernels("gluon", tile), other, [6, 3, 1])
     bits_equal(other.state, p.state, "state")
+
+
+@pytest.mark.parametrize("tile", INEXACT_TILES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("D", [6, 11])
+def test_every_inexact_tile_gives_the_same_bits(variant, tile, D):
+    p = make("cuda", variant, B=3, D=D, H=2, HV=6, K=128, V=128)
+    other = p.copy()
+    got = verify(kernels("gluon", tile), other, exact=False)
+    bits_equal(got, p.verify(exact=False), "outputs")
+    for name in ("k_window", "v_window", "g_window", "beta_window"):
+        bits_equal(getattr(other, name), getattr(p, name), name)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_overlapping_launches_change_no_bits(variant, exact):
+    """Programmatic dependent launch on and off, where the card has it."""
+    if not select.kernels(0).pdl:
+        pytest.skip("these kernels do not overlap on this card")
+    p = make("cuda", variant, B=3, D=6, H=2, HV=6, K=128, V=128)
+    other = p.copy()
+    got = verify(kernels("gluon"), other, exact=exact)
+    bits_equal(got, p.verify(exact=exact), "outputs")
+    p.fold([6, 3, 1])
+    fold(kernels("gluon"), other, [6, 3, 1])
+    bits_equal(other.state, p.state, "state")
+
+
+def test_no_launch_overtakes_the_one_before():
+    """A long chain in one CUDA graph, where each launch reads what the last one wrote:
+    the tokens come from a copy just before verify and are overwritten just after."""
+    p = make("cuda", "gdn", B=4, D=4, H=2, HV=6, K=128, V=128)
+    first, second = p, p.next_tokens(1)
+    shared = first.with_(
+        **{name: torch.empty_like(getattr(first, name)) for name in TOKENS}
+    )
+    accept, outputs = p.indices([4, 2, 1, 0]), []
+
+    def step():
+        for source in (first, second):
+            for name in TOKENS:
+                getattr(shared, name).copy_(getattr(source, name))
+            outputs.append(shared.verify())
+            outputs.append(shared.verify(exact=False))
+            shared.fold(accept)
+
+    want = p.copy()
+    for source in (first, second):
+        other = want.with_(**{name: getattr(source, name) for name in TOKENS})
+        outputs.append(other.verify())
+        outputs.append(other.verify(exact=False))
+        other.fold(accept)
+    expected, start = list(outputs), p.state.clone()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    outputs.clear()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    for _ in range(1000):
+        p.state.copy_(start)
+        graph.replay()
+    for got, right in zip(outputs, expected, strict=True):
+        bits_equal(got, right, "outputs")
+    bits_equal(p.state, want.state, "state")
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -225,7 +225,8 @@ def test_inside_ops_each_file_imports_only_files_below_it():
             return True
         file, target = own.removeprefix("replayssm.ops").lstrip("."), parts[2]
         if file.startswith("kernels"):
-            return parts[2:4] == ["kernels", "step"]
+            shared = ["step", "chunks"] if file != "kernels.portable" else ["step"]
+            return file != "kernels.chunks" and parts[2] == "kernels" and parts[3] in shared
         if file == "":
             return target != "kernels"
         return target in HELPERS.get(file, HELPERS)

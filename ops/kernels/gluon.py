@@ -11,6 +11,22 @@ per thread, and the windows are written on the way.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .chunks import (
+    barrier,
+    chunk_buffers,
+    get_chunks,
+    load_chunks,
+    load_state,
+    overlap,
+    put,
+    put_chunks,
+    row_buffer,
+    state_layout,
+    store_chunks,
+    token_layout,
+    value_layout,
+    zero_tokens,
+)
 from .step import (
     advance,
     decay_rate,
@@ -21,109 +37,25 @@ from .step import (
     sigmoid,
 )
 
-# triton renamed both after 3.6.
-_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
 
 @gluon.jit
-def _put(rows, tile):
-    """Store tile [TB, X] into rows that are read one at a time."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if _PUBLIC_REINTERPRET:
-        rows.reinterpret(gl.float32, tile.shape, layout).store(tile)
+def _load_tokens(
+    p_k, p_q, p_v, p_a, p_b, k_n, q_n, v_n, a_n, b_n, start, n, o_t, o_pk, o_vt, o_pv,
+    K: gl.constexpr, V: gl.constexpr, KDA: gl.constexpr,
+):  # fmt: skip
+    """k, q, v, a and b of TB tokens from start, as they lie in memory; zero from n on."""
+    mask = o_t < n
+    token = (start + o_t).to(gl.int64)
+    b_k = load_chunks(p_k + token * k_n, o_pk, mask, K)
+    b_q = load_chunks(p_q + token * q_n, o_pk, mask, K)
+    if KDA:
+        b_a = load_chunks(p_a + token * a_n, o_pk, mask, K)
     else:
-        rows._reinterpret(gl.float32, tile.shape, layout).store(tile)
-
-
-@gluon.jit
-def _put_chunks(rows, tiles):
-    for c in gl.static_range(len(tiles)):
-        _put(rows[c], tiles[c])
-
-
-@gluon.jit
-def _get_chunks(rows, t, layout: gl.constexpr):
-    out = ()
-    for c in gl.static_range(len(rows)):
-        out = out + (rows[c].index(t).load(layout),)
-    return out
-
-
-@gluon.jit
-def _chunk_buffers(KC: gl.constexpr, TB: gl.constexpr, X: gl.constexpr):
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    out = ()
-    for _ in gl.static_range(KC):
-        out = out + (gl.allocate_shared_memory(gl.float32, [TB, 1, X], layout),)
-    return out
-
-
-@gluon.jit
-def _row_buffer(TB: gl.constexpr, X: gl.constexpr):
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.float32, [TB, X], layout)
-
-
-@gluon.jit
-def _chunk_mask(mask_row, o_k, c: gl.constexpr, K: gl.constexpr):
-    """[rows, 32] mask of chunk c; the last chunk of an odd K is short."""
-    mask = mask_row[:, None]
-    if K % 32 != 0:
-        mask = mask & (c * 32 + o_k < K)[None, :]
-    return mask
-
-
-@gluon.jit
-def _load_chunks(p_row, o_k, mask_row, K: gl.constexpr):
-    """Rows of K numbers at p_row as chunks of 32."""
-    out = ()
-    for c in gl.static_range((K + 31) // 32):
-        p = p_row[:, None] + (c * 32 + o_k)[None, :]
-        mask = _chunk_mask(mask_row, o_k, c, K)
-        out = out + (gl.load(p, mask=mask, other=0.0),)
-    return out
-
-
-@gluon.jit
-def _store_chunks(p_row, o_k, mask_row, tiles, K: gl.constexpr):
-    for c in gl.static_range(len(tiles)):
-        p = p_row[:, None] + (c * 32 + o_k)[None, :]
-        mask = _chunk_mask(mask_row, o_k, c, K)
-        gl.store(p, tiles[c].to(p_row.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
-def _load_state(p_row, o_k, mask_row, K: gl.constexpr):
-    raw = _load_chunks(p_row, o_k, mask_row, K)
-    out = ()
-    for c in gl.static_range(len(raw)):
-        out = out + (raw[c].to(gl.float32),)
-    return out
-
-
-@gluon.constexpr_function
-def _state_layout(BV, NW):
-    rows = max(BV // (4 * NW), 1)  # a thread's rows are neighbours: wide v and o
-    return gl.BlockedLayout([rows, 4], [4, 8], [NW, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _token_layout(NW):
-    return gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _value_layout(BV, NW):
-    lanes = min(max(BV // 4, 1), 32)
-    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [NW, 1], [1, 0])
-
-
-@gluon.jit
-def _zero_tokens(o, first, last, i_hv, o_v, mask_v, HV: gl.constexpr, V: gl.constexpr):
-    zero = gl.zeros_like(o_v).to(o.dtype.element_ty)
-    for t in range(first, last):
-        gl.store(o + (t.to(gl.int64) * HV + i_hv) * V + o_v, zero, mask=mask_v)
+        b_a = (gl.load((p_a + token * a_n)[:, None], mask=mask[:, None], other=0.0),)
+    b_b = gl.load(p_b + token * b_n, mask=mask, other=0.0)
+    p_v = p_v + ((start + o_vt).to(gl.int64) * v_n)[:, None] + o_pv[None, :]
+    b_v = gl.load(p_v, mask=(o_vt < n)[:, None] & (o_pv < V)[None, :], other=0.0)
+    return b_k, b_q, b_v, b_a, b_b
 
 
 @gluon.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "cu_s", "wi_s"])
@@ -135,15 +67,22 @@ def recur(
     state_s, kw_s, vw_s, gw_s, bw_s, si_s, cu_s, wi_s,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     KDA: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
-    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
+    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr, ONE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """verify writes windows; decode, whose windows are None, writes the state."""
-    L: gl.constexpr = _state_layout(BV, NW)
-    P: gl.constexpr = _token_layout(NW)
-    PV: gl.constexpr = _value_layout(BV, NW)
+    """verify writes windows; decode, whose windows are None, writes the state.
+
+    ONE: every request has at most TB tokens.
+    """
+    if PDL:
+        overlap()
+    L: gl.constexpr = state_layout(BV, NW)
+    P: gl.constexpr = token_layout(NW)
+    PV: gl.constexpr = value_layout(BV, NW)
     LV: gl.constexpr = gl.SliceLayout(1, L)
     NV: gl.constexpr = (V + BV - 1) // BV
     KC: gl.constexpr = (K + 31) // 32
+    AHEAD: gl.constexpr = ONE
     pid = gl.program_id(0)
     i_v = pid % NV
     i_hv = (pid // NV) % HV
@@ -155,8 +94,8 @@ def recur(
         if i_b == B:  # one program more than rows: the tokens no row covers
             first = gl.minimum(gl.maximum(gl.load(cu_seqlens).to(gl.int32), 0), N)
             last = gl.minimum(gl.maximum(gl.load(cu_seqlens + B * cu_s).to(gl.int32), 0), N)
-            _zero_tokens(o, 0, first, i_hv, o_v, mask_v, HV, V)
-            _zero_tokens(o, gl.maximum(first, last), N, i_hv, o_v, mask_v, HV, V)
+            zero_tokens(o, 0, first, i_hv, o_v, mask_v, HV, V)
+            zero_tokens(o, gl.maximum(first, last), N, i_hv, o_v, mask_v, HV, V)
             return
         start = gl.load(cu_seqlens + i_b * cu_s).to(gl.int32)
         end = gl.load(cu_seqlens + (i_b + 1) * cu_s).to(gl.int32)
@@ -166,91 +105,92 @@ def recur(
         start = i_b * D
         n = D
     slot = gl.load(state_indices + i_b * si_s).to(gl.int64)
-    if (slot < 0) | (slot >= S):
-        _zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
-        return
+    row = slot
+    if window_indices is not None:
+        row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
+    b_A = gl.load(A_log + i_hv * A_s)
     o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    p_state = state + slot * state_s + (i_hv * V + o_v) * K
-    h = _load_state(p_state, o_k, mask_v, K)
-
-    s_k = _chunk_buffers(KC, TB, 32)
-    s_q = _chunk_buffers(KC, TB, 32)
-    s_decay = _chunk_buffers(KC if KDA else 1, TB, 32 if KDA else 1)
-    s_v = _row_buffer(TB, BV)
-    s_beta = _row_buffer(TB, 1)
     o_t = gl.arange(0, TB, layout=gl.SliceLayout(1, P))
     o_pk = gl.arange(0, 32, layout=gl.SliceLayout(0, P))
     o_vt = gl.arange(0, TB, layout=gl.SliceLayout(1, PV))
     o_pv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, PV))
-    rate = decay_rate(gl.load(A_log + i_hv * A_s))
-    if k_window is not None:
-        row = slot
-        if window_indices is not None:
-            row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
-        stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
+    p_k, p_q, p_v = k + i_h * k_h, q + i_h * q_h, v + i_hv * v_h
+    p_a, p_b = a + i_hv * a_h, b + i_hv * b_h
+    b_dt = ()
+    if KDA:
+        for c in gl.static_range(KC):
+            p_dt = dt_bias + i_hv * dt_h + (c * 32 + o_pk) * dt_k
+            dt = gl.load(p_dt, mask=c * 32 + o_pk < K, other=0.0)
+            b_dt = b_dt + (dt[None, :],)
+    else:
+        b_dt = b_dt + (gl.load(dt_bias + i_hv * dt_h),)
+    if AHEAD:  # their arithmetic then hides the state's way here
+        b_k, b_q, b_v, b_a, b_b = _load_tokens(
+            p_k, p_q, p_v, p_a, p_b, k_n, q_n, v_n, a_n, b_n,
+            start, n, o_t, o_pk, o_vt, o_pv, K, V, KDA,
+        )  # fmt: skip
+    if (slot < 0) | (slot >= S):
+        zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
+        return
+    p_state = state + slot * state_s + (i_hv * V + o_v) * K
+    h = load_state(p_state, o_k, mask_v, K)
 
-    for t0 in range(0, n, TB):
-        token = (start + t0 + o_t).to(gl.int64)
-        mask_t = t0 + o_t < n
-        b_k = _load_chunks(k + token * k_n + i_h * k_h, o_pk, mask_t, K)
-        b_q = _load_chunks(q + token * q_n + i_h * q_h, o_pk, mask_t, K)
-        token_v = (start + t0 + o_vt).to(gl.int64)
-        mask_tv = (t0 + o_vt < n)[:, None] & (o_pv < V)[None, :]
-        p_v = v + (token_v * v_n + i_hv * v_h)[:, None] + o_pv[None, :]
-        b_v = gl.load(p_v, mask=mask_tv, other=0.0)
-        beta = sigmoid(
-            gl.load(b + token * b_n + i_hv * b_h, mask=mask_t, other=0.0).to(gl.float32)
-        )
-        if KDA:
-            b_a = _load_chunks(a + token * a_n + i_hv * a_h, o_pk, mask_t, K)
-            b_g = ()
-            for c in gl.static_range(KC):
-                dt = gl.load(
-                    dt_bias + i_hv * dt_h + (c * 32 + o_pk) * dt_k,
-                    mask=c * 32 + o_pk < K, other=0.0,
-                )  # fmt: skip
-                b_g = b_g + (log_decay(b_a[c], dt[None, :], rate, lower_bound, SAFE),)
-        else:
-            b_a = gl.load(a + token * a_n + i_hv * a_h, mask=mask_t, other=0.0)
-            dt = gl.load(dt_bias + i_hv * dt_h)
-            b_g = (log_decay(b_a, dt, rate, lower_bound, SAFE)[:, None],)
+    s_k = chunk_buffers(KC, TB, 32)
+    s_q = chunk_buffers(KC, TB, 32)
+    s_decay = chunk_buffers(KC if KDA else 1, TB, 32 if KDA else 1)
+    s_v = row_buffer(TB, BV)
+    s_beta = row_buffer(TB, 1)
+    rate = decay_rate(b_A)
+    stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
+
+    for t0 in range(0, TB if ONE else n, TB):
+        if not AHEAD:
+            b_k, b_q, b_v, b_a, b_b = _load_tokens(
+                p_k, p_q, p_v, p_a, p_b, k_n, q_n, v_n, a_n, b_n,
+                start + t0, n - t0, o_t, o_pk, o_vt, o_pv, K, V, KDA,
+            )  # fmt: skip
+        beta = sigmoid(b_b.to(gl.float32))
+        b_g = ()
+        for c in gl.static_range(len(b_a)):
+            b_g = b_g + (log_decay(b_a[c], b_dt[c], rate, lower_bound, SAFE),)
         if k_window is not None:
             mask_w = t0 + o_t < stored
             if i_v == 0:
                 if i_hv % (HV // H) == 0:
                     p_kw = k_window + row * kw_s + (i_h * T + t0 + o_t) * K
-                    _store_chunks(p_kw, o_pk, mask_w, b_k, K)
+                    store_chunks(p_kw, o_pk, mask_w, b_k, K)
                 o_gate = i_hv * T + t0 + o_t
                 gl.store(beta_window + row * bw_s + o_gate, beta, mask=mask_w)
                 if KDA:
-                    _store_chunks(g_window + row * gw_s + o_gate * K, o_pk, mask_w, b_g, K)
+                    store_chunks(g_window + row * gw_s + o_gate * K, o_pk, mask_w, b_g, K)
                 else:
                     p_g = g_window + row * gw_s + o_gate[:, None]
                     gl.store(p_g, b_g[0], mask=mask_w[:, None])
             p_vw = (
                 v_window + row * vw_s + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :]
             )
-            gl.store(p_vw, b_v, mask=mask_tv & (t0 + o_vt < stored)[:, None])
+            mask_vw = (t0 + o_vt < stored)[:, None] & (o_pv < V)[None, :]
+            gl.store(p_vw, b_v, mask=mask_vw)
 
         decay = ()
         for c in gl.static_range(len(b_g)):
             decay = decay + (exp(b_g[c]),)
-        _put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
-        _put_chunks(s_q, normalized(b_q, scale, L2NORM))
-        _put_chunks(s_decay, decay)
-        _put(s_v, b_v.to(gl.float32))
-        _put(s_beta, beta[:, None])
-        _barrier()  # here, or triton puts one before the first read: inside the loop
+        put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
+        put_chunks(s_q, normalized(b_q, scale, L2NORM))
+        put_chunks(s_decay, decay)
+        put(s_v, b_v.to(gl.float32))
+        put(s_beta, beta[:, None])
+        barrier()  # here, or triton puts one before the first read: inside the loop
         for t in range(gl.minimum(n - t0, TB)):
             h = advance(
-                h, _get_chunks(s_k, t, L), _get_chunks(s_decay, t, L),
+                h, get_chunks(s_k, t, L), get_chunks(s_decay, t, L),
                 s_v.index(t).load(LV), s_beta.index(t).load(LV),
             )  # fmt: skip
-            b_o = dot_rows(h, _get_chunks(s_q, t, L))
+            b_o = dot_rows(h, get_chunks(s_q, t, L))
             p_o = o + ((start + t0 + t).to(gl.int64) * HV + i_hv) * V + o_v
             gl.store(p_o, b_o.to(o.dtype.element_ty), mask=mask_v)
     if k_window is None:
-        _store_chunks(p_state, o_k, mask_v, h, K)
+        store_chunks(p_state, o_k, mask_v, h, K)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "R", "T", "si_s", "ac_s", "wi_s", "ti_s", "ts_s"])
@@ -262,11 +202,13 @@ def fold(
     si_s, ac_s, wi_s, ti_s, ts_s,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     KDA: gl.constexpr, L2NORM: gl.constexpr,
-    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
+    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    L: gl.constexpr = _state_layout(BV, NW)
-    P: gl.constexpr = _token_layout(NW)
-    PV: gl.constexpr = _value_layout(BV, NW)
+    if PDL:
+        overlap()
+    L: gl.constexpr = state_layout(BV, NW)
+    P: gl.constexpr = token_layout(NW)
+    PV: gl.constexpr = value_layout(BV, NW)
     LV: gl.constexpr = gl.SliceLayout(1, L)
     NV: gl.constexpr = (V + BV - 1) // BV
     KC: gl.constexpr = (K + 31) // 32
@@ -287,16 +229,16 @@ def fold(
     mask_v = o_v < V
     o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     p_layer = state + i_l * state_l + (i_hv * V + o_v) * K
-    h = _load_state(p_layer + slot * state_s, o_k, mask_v, K)
+    h = load_state(p_layer + slot * state_s, o_k, mask_v, K)
     if track_indices is not None:
         track = gl.load(track_indices + i_b * ti_s).to(gl.int64)
         track_t = gl.load(track_steps + i_b * ts_s).to(gl.int64)
         track_t = gl.where((track >= 0) & (track < S), track_t, -1)
 
-    s_k = _chunk_buffers(KC, TB, 32)
-    s_decay = _chunk_buffers(KC if KDA else 1, TB, 32 if KDA else 1)
-    s_v = _row_buffer(TB, BV)
-    s_beta = _row_buffer(TB, 1)
+    s_k = chunk_buffers(KC, TB, 32)
+    s_decay = chunk_buffers(KC if KDA else 1, TB, 32 if KDA else 1)
+    s_v = row_buffer(TB, BV)
+    s_beta = row_buffer(TB, 1)
     o_t = gl.arange(0, TB, layout=gl.SliceLayout(1, P))
     o_pk = gl.arange(0, 32, layout=gl.SliceLayout(0, P))
     o_vt = gl.arange(0, TB, layout=gl.SliceLayout(1, PV))
@@ -308,7 +250,7 @@ def fold(
 
     for t0 in range(0, n, TB):
         mask_t = t0 + o_t < n
-        b_k = _load_chunks(p_kw + (i_h * T + t0 + o_t) * K, o_pk, mask_t, K)
+        b_k = load_chunks(p_kw + (i_h * T + t0 + o_t) * K, o_pk, mask_t, K)
         mask_tv = (t0 + o_vt < n)[:, None] & (o_pv < V)[None, :]
         b_v = gl.load(
             p_vw + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :],
@@ -317,26 +259,26 @@ def fold(
         o_gate = i_hv * T + t0 + o_t
         beta = gl.load(p_bw + o_gate, mask=mask_t, other=0.0)
         if KDA:
-            b_g = _load_chunks(p_gw + o_gate * K, o_pk, mask_t, K)
+            b_g = load_chunks(p_gw + o_gate * K, o_pk, mask_t, K)
         else:
             b_g = (gl.load(p_gw + o_gate, mask=mask_t, other=0.0)[:, None],)
         decay = ()
         for c in gl.static_range(len(b_g)):
             decay = decay + (exp(b_g[c]),)
-        _put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
-        _put_chunks(s_decay, decay)
-        _put(s_v, b_v.to(gl.float32))
-        _put(s_beta, beta[:, None])
-        _barrier()  # here, or triton puts one before the first read: inside the loop
+        put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
+        put_chunks(s_decay, decay)
+        put(s_v, b_v.to(gl.float32))
+        put(s_beta, beta[:, None])
+        barrier()  # here, or triton puts one before the first read: inside the loop
         for t in range(gl.minimum(n - t0, TB)):
             h = advance(
-                h, _get_chunks(s_k, t, L), _get_chunks(s_decay, t, L),
+                h, get_chunks(s_k, t, L), get_chunks(s_decay, t, L),
                 s_v.index(t).load(LV), s_beta.index(t).load(LV),
             )  # fmt: skip
             if track_indices is not None:
                 if t0 + t == track_t:
-                    _store_chunks(p_layer + track * state_s, o_k, mask_v, h, K)
-    _store_chunks(p_layer + slot * state_s, o_k, mask_v, h, K)
+                    store_chunks(p_layer + track * state_s, o_k, mask_v, h, K)
+    store_chunks(p_layer + slot * state_s, o_k, mask_v, h, K)
 
 
 @gluon.jit(do_not_specialize=["elements"])
@@ -363,20 +305,35 @@ def gate(
 def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int]:
     """(BV, warps) of verify and decode, by heads in flight.
 
-    H200, 30 layers of 16/32 heads, K = V = 128, D = 8, us at B = 1 / 8 / 32 / 128:
-    (16, 2): 171 / 508 / 1566 / 5558; (32, 2): 194 / 558 / 1485 / 4989;
-    (64, 2): 248 / 462 / 1548 / 4826. KDA, 20 layers of 32/32 heads:
-    (16, 2): 157 / 557 / 1764 / 6301; (64, 2): 210 / 349 / 1211 / 3829.
+    H200, CUDA graph, cold L2, us, D = 8; GDN: 30 layers of 16/32 heads, KDA: 20 layers
+    of 32/32; verify (decode):
+
+    heads     32         256        1024         4096
+    GDN
+    (16, 2)   163 (102)  488 (346)  1504         5607
+    (32, 2)   183 (113)  440 (323)  1254 (1115)  4459 (4220)
+    (64, 2)   239 (125)  440 (334)  1388 (1170)  4596 (4320)
+    (64, 4)   184 (117)  447 (355)  1275 (1142)  4539 (4281)
+    KDA
+    (16, 2)   136 (103)  513 (375)  1623         6086
+    (32, 2)   145 (108)  396 (317)  1291 (966)   4671 (3323)
+    (64, 2)   200 (131)  334 (266)  1060 (866)   3614 (2945)
+    (64, 4)   150 (113)  400 (325)  1308 (1011)  4760 (3518)
+
+    KDA, 69 layers of 12/12, 12, 96 and 384 heads: (16, 2): 405 (267), 819 (543), 2082;
+    (32, 2): 446 (286), 690 (470), 1673 (1302); (64, 2): 605 (367), 691 (517), 1832
+    (1343). Four programs of (64, 2) fit on a multiprocessor: 264 heads are one round of
+    them, 384 one and a half.
     """
     heads = batch * HV
     if kda and K > 224:  # (16, 2) spills with triton 3.6
         tile = (16, 4)
-    elif heads < 128:
+    elif heads < (64 if kda else 128):
         tile = (16, 2)
-    elif not kda and 512 <= heads < 2048:
-        tile = (32, 2)
-    else:
+    elif kda and (192 <= heads < 320 or heads >= 512):
         tile = (64, 2)
+    else:
+        tile = (32, 2)
     return _fit(K, V, *tile, 128 if K <= 128 else 64)
 
 

@@ -86,19 +86,48 @@ def dot_rows(h, x):
 
 
 @triton.jit
-def normalized(x, scale, L2NORM: tl.constexpr):
-    """fp32 rows of x, each over sqrt(its sum of squares + 1e-6), times scale."""
+def less(z, x, y):
+    """z - x y of vectors, x [1]; rounded once."""
+    x, _ = tl.broadcast(x, z)
+    return tl.fma(0.0 - x, y, z)
+
+
+@triton.jit
+def fp32_rows(x):
     rows = ()
     for c in tl.static_range(len(x)):
         rows = rows + (x[c].to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def inverse_norm(rows):
+    return tl.div_rn(1.0, tl.sqrt_rn(dot_rows(rows, rows) + 1e-6))
+
+
+@triton.jit
+def normalized(x, scale, L2NORM: tl.constexpr):
+    """fp32 rows of x, each over sqrt(its sum of squares + 1e-6), times scale."""
+    rows = fp32_rows(x)
     if L2NORM:
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(dot_rows(rows, rows) + 1e-6))[:, None]
+        inverse = inverse_norm(rows)[:, None]
     out = ()
     for c in tl.static_range(len(x)):
         if L2NORM:
             out = out + (rows[c] * inverse * scale,)
         else:
             out = out + (rows[c] * scale,)
+    return out
+
+
+@triton.jit
+def add_outer(h, u, k):
+    """h [V, K] + u [V] times k [1, K]."""
+    out = ()
+    for c in tl.static_range(len(h)):
+        k_c, h_c = tl.broadcast(k[c], h[c])
+        u_c, h_c = tl.broadcast(u[:, None], h[c])
+        out = out + (tl.fma(u_c, k_c, h_c),)
     return out
 
 
@@ -112,10 +141,4 @@ def advance(h, k, decay, v, beta):
     faded = ()
     for c in tl.static_range(len(h)):
         faded = faded + (h[c] * decay[c % len(decay)],)
-    u = ((v - dot_rows(faded, k)) * beta)[:, None]
-    out = ()
-    for c in tl.static_range(len(h)):
-        k_c, h_c = tl.broadcast(k[c], faded[c])
-        u_c, h_c = tl.broadcast(u, faded[c])
-        out = out + (tl.fma(u_c, k_c, h_c),)
-    return out
+    return add_outer(faded, (v - dot_rows(faded, k)) * beta, k)

@@ -1,0 +1,131 @@
+"""Rows of K numbers as tuples of chunks of 32, for the Gluon kernels.
+
+In registers, in shared memory, and between them and global memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# triton renamed both after 3.6.
+_PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def overlap():
+    """Wait for the stream's kernel before this one, then let the one after start.
+
+    Every program must pass here before it touches memory or leaves: a kernel that ends
+    without waiting would let the next one overtake the one before. Letting go first
+    would pile up waiting kernels: at one request 20 % slower instead of faster.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@gluon.jit
+def as_tile(rows, shape: gl.constexpr):
+    """Rows that are read one at a time, as one [rows, X] buffer."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    if _PUBLIC_REINTERPRET:
+        tile = rows.reinterpret(gl.float32, shape, layout)
+    else:
+        tile = rows._reinterpret(gl.float32, shape, layout)
+    return tile
+
+
+@gluon.jit
+def put(rows, tile):
+    """Store tile [TB, X] into rows that are read one at a time."""
+    as_tile(rows, tile.shape).store(tile)
+
+
+@gluon.jit
+def put_chunks(rows, tiles):
+    for c in gl.static_range(len(tiles)):
+        put(rows[c], tiles[c])
+
+
+@gluon.jit
+def get_chunks(rows, t, layout: gl.constexpr):
+    out = ()
+    for c in gl.static_range(len(rows)):
+        out = out + (rows[c].index(t).load(layout),)
+    return out
+
+
+@gluon.jit
+def chunk_buffers(KC: gl.constexpr, TB: gl.constexpr, X: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    out = ()
+    for _ in gl.static_range(KC):
+        out = out + (gl.allocate_shared_memory(gl.float32, [TB, 1, X], layout),)
+    return out
+
+
+@gluon.jit
+def row_buffer(TB: gl.constexpr, X: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [TB, X], layout)
+
+
+@gluon.jit
+def _chunk_mask(mask_row, o_k, c: gl.constexpr, K: gl.constexpr):
+    """[rows, 32] mask of chunk c; the last chunk of an odd K is short."""
+    mask = mask_row[:, None]
+    if K % 32 != 0:
+        mask = mask & (c * 32 + o_k < K)[None, :]
+    return mask
+
+
+@gluon.jit
+def load_chunks(p_row, o_k, mask_row, K: gl.constexpr):
+    """Rows of K numbers at p_row as chunks of 32."""
+    out = ()
+    for c in gl.static_range((K + 31) // 32):
+        p = p_row[:, None] + (c * 32 + o_k)[None, :]
+        mask = _chunk_mask(mask_row, o_k, c, K)
+        out = out + (gl.load(p, mask=mask, other=0.0),)
+    return out
+
+
+@gluon.jit
+def store_chunks(p_row, o_k, mask_row, tiles, K: gl.constexpr):
+    for c in gl.static_range(len(tiles)):
+        p = p_row[:, None] + (c * 32 + o_k)[None, :]
+        mask = _chunk_mask(mask_row, o_k, c, K)
+        gl.store(p, tiles[c].to(p_row.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def load_state(p_row, o_k, mask_row, K: gl.constexpr):
+    raw = load_chunks(p_row, o_k, mask_row, K)
+    out = ()
+    for c in gl.static_range(len(raw)):
+        out = out + (raw[c].to(gl.float32),)
+    return out
+
+
+@gluon.constexpr_function
+def state_layout(BV, NW):
+    rows = max(BV // (4 * NW), 1)  # a thread's rows are neighbours: wide v and o
+    return gl.BlockedLayout([rows, 4], [4, 8], [NW, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def token_layout(NW):
+    return gl.BlockedLayout([1, 4], [4, 8], [NW, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def value_layout(BV, NW):
+    lanes = min(max(BV // 4, 1), 32)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [NW, 1], [1, 0])
+
+
+@gluon.jit
+def zero_tokens(o, first, last, i_hv, o_v, mask_v, HV: gl.constexpr, V: gl.constexpr):
+    zero = gl.zeros_like(o_v).to(o.dtype.element_ty)
+    for t in range(first, last):
+        gl.store(o + (t.to(gl.int64) * HV + i_hv) * V + o_v, zero, mask=mask_v)
