@@ -9,90 +9,63 @@ rest of the target's forward is not here: compact saves the same share of it.
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 
 import torch
 
-from bench import DEVICE, MODELS, REPLAYS, Model, event_us
+from problem import MODELS, Problem
 from replayssm import ops
-from replayssm.graph import (
-    Bucket,
-    Captured,
-    Commit,
-    LinearAttention,
-    Pools,
-    StaticBatch,
-    live_rows,
-)
+from replayssm.graph import Bucket, Captured, StaticBatch, live_rows
+from timing import Timer, machine
 
 
 class Step:
-    """A model's verify and commit for B requests, as a function of a StaticBatch."""
+    """A problem's verify and commit, as a function of a StaticBatch."""
 
-    def __init__(self, model: Model, B: int, mode: str, share: float) -> None:
-        self.model, self.mode, D = model, mode, model.D
-        layers = LinearAttention(
-            model.layers, model.H, model.HV, model.K, model.V,
-            "kda" if model.kda else "gdn", lower_bound=model.lower_bound,
-        )  # fmt: skip
-        self.pools = Pools(layers, slots=B, requests=B, window=D, device=DEVICE)
-        draw = torch.Generator(DEVICE).manual_seed(0)
-        for pool in (self.pools.state, *self.pools.conv_states, *self.pools.conv_windows):
-            pool.normal_(generator=draw)
-        self.commit = Commit(
-            self.pools, torch.randperm(B, generator=draw, device=DEVICE).int()
+    def __init__(self, problem: Problem, mode: str, share: float) -> None:
+        self.problem, self.mode = problem, mode
+        B, D, index = problem.B, problem.model.D, problem.requests
+        draw = torch.Generator(index.device).manual_seed(1)
+        lens = torch.full_like(index, max(round(D * share), 1))
+        if B % 2 == 0:
+            # Unequal lengths of the same sum, as confidences give them.
+            spread = (index % 2 * 2 - 1) * min(2, int(lens[0]) - 1)
+            lens = (lens + spread).clamp(max=D)
+        drafts, self.targets = torch.randint(
+            0, 2, (2, B, D), generator=draw, device=index.device
         )
-
-        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.randn(*shape, generator=draw, device=DEVICE, dtype=dtype)
-
-        gate = (model.HV, model.K) if model.kda else (model.HV,)
-        L, N = model.layers, B * D
-        self.A_log = normal(L, model.HV, dtype=torch.float32)
-        self.dt_bias = normal(L, *gate, dtype=torch.float32)
-        tokens = (
-            normal(L, N, model.H, model.K), normal(L, N, model.H, model.K),
-            normal(L, N, model.HV, model.V), normal(L, N, *gate), normal(L, N, model.HV),
-        )  # fmt: skip
-        lens = torch.full((B,), max(round(D * share), 1), device=DEVICE)
-        # Unequal lengths of the same sum, as confidences give them.
-        spread = torch.arange(B, device=DEVICE) % 2 * 2 - 1
-        lens = (
-            (lens + spread * min(2, int(lens[0]) - 1)).clamp(max=D) if B % 2 == 0 else lens
-        )
-        drafts, targets = torch.randint(0, 2, (2, B, D), generator=draw, device=DEVICE)
-        index = torch.arange(B, device=DEVICE)
         self.rows = live_rows(index, index, drafts, lens)
-        self.bucket = Bucket(B, N if mode == "cap-accept" else int(lens.sum()))
-        self.tokens, self.targets = tokens, targets
+        self.bucket = Bucket(B, B * D if mode == "cap-accept" else int(lens.sum()))
+        self.tokens = problem.tokens
         if mode == "compact":
-            batch = StaticBatch(self.bucket, D, DEVICE, mode)
+            batch = StaticBatch(self.bucket, D, index.device, mode)
             batch.fill(self.rows)
             row, column, _ = batch.places(batch.cu_seqlens())
-            self.tokens = tuple(x[:, row * D + column] for x in tokens)
-            self.targets = targets[row, column]
+            self.tokens = tuple(x[:, row * D + column] for x in problem.tokens)
+            self.targets = self.targets[row, column]
 
     def __call__(self, batch: StaticBatch):
-        slots, cu_seqlens = batch.slots(self.commit.slot_map), batch.cu_seqlens()
+        p, cu_seqlens = self.problem, batch.cu_seqlens()
+        slots = batch.slots(p.slots)
         outputs = [
             ops.verify(
-                *(x[layer] for x in self.tokens), self.A_log[layer], self.dt_bias[layer],
-                self.pools.state[layer], *(window[layer] for window in self.pools.windows),
-                slots, cu_seqlens, batch.window_indices, lower_bound=self.model.lower_bound,
+                *(x[layer] for x in self.tokens), p.A_log[layer], p.dt_bias[layer],
+                p.state[layer], *(window[layer] for window in p.windows), slots,
+                cu_seqlens, batch.window_indices, lower_bound=p.model.lower_bound,
             )
-            for layer in range(self.model.layers)
+            for layer in range(p.model.layers)
         ]  # fmt: skip
-        decided = self.commit(
-            batch.req_indices, batch.seq_lens, batch.drafts(cu_seqlens), self.targets, batch.verify_lens,
-            cu_seqlens,
+        decided = p.commit(
+            batch.req_indices, batch.seq_lens, batch.drafts(cu_seqlens), self.targets,
+            batch.verify_lens, cu_seqlens,
         )  # fmt: skip
         return decided, outputs
 
     def captured(self) -> Captured:
         graphs = Captured(
-            self, [self.bucket], draft=self.model.D, device=DEVICE, mode=self.mode
+            self, [self.bucket], draft=self.problem.model.D, mode=self.mode,
+            device=self.problem.slots.device,
         )  # fmt: skip
         graphs.warmup()
         graphs.capture()
@@ -100,25 +73,31 @@ class Step:
         return graphs
 
 
-def compare(name: str, B: int, share: float, flush: torch.Tensor) -> dict:
+def compare(name: str, B: int, share: float, timer: Timer) -> dict:
     """Median us of a step in both modes, replays interleaved."""
-    steps = {mode: Step(MODELS[name], B, mode, share) for mode in ("cap-accept", "compact")}
+    model = MODELS[name]
+    steps = {
+        mode: Step(Problem(model, B), mode, share) for mode in ("cap-accept", "compact")
+    }
     graphs = {mode: step.captured() for mode, step in steps.items()}
     decided = {mode: graphs[mode].replay(steps[mode].bucket)[0] for mode in steps}
     for one, other in zip(*decided.values(), strict=True):
         if not torch.equal(one, other):
             sys.exit(f"{name}, B = {B}: the modes decide differently: no figures")
-    if not torch.equal(*(step.pools.state for step in steps.values())):
+    if not torch.equal(*(step.problem.state for step in steps.values())):
         sys.exit(f"{name}, B = {B}: the modes commit differently: no figures")
-    times: dict[str, list[float]] = {mode: [] for mode in steps}
-    for _ in range(REPLAYS):
-        for mode, step in steps.items():
-            flush.zero_()
-            times[mode].append(event_us(lambda m=mode, s=step: graphs[m].replay(s.bucket)))
-    median = {mode: round(statistics.median(x), 1) for mode, x in times.items()}
-    tokens = {mode: step.bucket.tokens for mode, step in steps.items()}
-    return {"model": name, "op": "step", "B": B, "D": MODELS[name].D, "us": median,
-            "tokens": tokens, "share": share}  # fmt: skip
+    us = timer.medians(
+        {
+            mode: lambda m=mode, s=step: graphs[m].replay(s.bucket)
+            for mode, step in steps.items()
+        }
+    )
+    return {
+        "model": name, "op": "step", "B": B, "D": model.D,
+        "us": {mode: round(x, 1) for mode, x in us.items()},
+        "tokens": {mode: step.bucket.tokens for mode, step in steps.items()},
+        "share": share,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -130,23 +109,20 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench_step: needs a CUDA device")
-    flush = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
-    rows = []
-    print(f"{torch.cuda.get_device_name()}: us of a step (verify of all layers + commit)")
+    timer, head, rows = Timer(), machine(), []
+    print(f"{head['card']}: us of a step (verify of all layers + commit)")
     for name in options.model:
         for B in options.batch:
-            row = compare(name, B, options.budget, flush)
+            row = compare(name, B, options.budget, timer)
             rows.append(row)
             cap, compact = row["us"]["cap-accept"], row["us"]["compact"]
             print(
-                f"{name:16} B {B:3}  cap-accept {cap:8.1f}  compact {compact:8.1f}  {cap / compact:.2f}x",
+                f"{name:16} B {B:3}  cap-accept {cap:8.1f}  compact {compact:8.1f}  "
+                f"{cap / compact:.2f}x",
                 flush=True,
             )
     if options.out:
-        options.out.write_text(
-            json.dumps({"card": torch.cuda.get_device_name(), "rows": rows}, indent=1)
-            + "\n"
-        )
+        options.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,135 @@
+"""Plots and tables of a benchmark's JSON, and that the documents say what it says."""
+
+import json
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import plot
+import table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = json.loads((ROOT / "docs/benchmarks/h200.json").read_text())
+MODELS = table.distinct(row["model"] for row in RESULTS["rows"])
+
+
+def figure(op: str, B: int, us: float, **other) -> dict:
+    floors = {"floor_us": us / 2, "io_us": 1.0}
+    if op == "step":
+        floors["fused_floor_us"] = us / 3
+    shape = {"model": "tiny", "variant": "gdn", "op": op, "B": B, "D": 8, "accept": 4}
+    return {**shape, "exact": True, "us": us, **floors, "peers": {}, **other}
+
+
+def results(rows: list[dict]) -> dict:
+    return {"card": "a card", "torch": "2.13", "copy_gbs": 4000, "rows": rows}
+
+
+ROWS = [
+    figure("verify", 1, 1500.4, accept=0, peers={"rival": 3000.8}),
+    figure("verify", 1, 1000, accept=0, exact=False, peers={"rival": 3000.8}),
+    figure("step", 1, 40, peers={"rival": 50.0}),
+    figure("step", 1, 40, accept="uniform", D=8),
+    figure("verify", 8, 3000, accept=0),
+    figure("step", 8, 60, peers={"rival": 90.0, "other": 80.0}),
+]
+
+
+def test_a_table_has_ours_then_peers_with_their_ratio_then_floors():
+    assert table.table(ROWS, "tiny").splitlines() == [
+        "| | B = 1 | 8 |",
+        "|---|---|---|",
+        "| verify | 1,500 | 3,000 |",
+        "| verify, exact=False | 1,000 |  |",
+        "| verify: rival | 3,001 (2.00x) |  |",
+        "| step, 4 rows | 40 | 60 |",
+        "| step, 4 rows: rival | 50 (1.25x) | 90 (1.50x) |",
+        "| step, 4 rows: other |  | 80 (1.33x) |",
+        "| step, 1 to 8 rows | 40 |  |",
+        "| floor: state read | 500 | 1,500 |",
+        "| floor: state read twice, written once | 20 | 30 |",
+    ]
+
+
+def test_a_table_tells_drafts_apart_where_there_are_several():
+    rows = [figure("fold", 1, 10, D=D, accept=1) for D in (4, 8)]
+    lines = table.table(rows, "tiny").splitlines()
+    assert lines[2:4] == ["| fold, 1 row, D = 4 | 10 |", "| fold, 1 row, D = 8 | 10 |"]
+
+
+def test_plots_show_half_of_the_draft_accepted_of_the_models_own_eight():
+    rows = [
+        figure("fold", 1, 10, D=D, accept=accept) for D in (4, 8, 16)
+        for accept in ("uniform", 8, 4, 2)
+    ]  # fmt: skip
+    assert [(row["D"], row["accept"]) for row in plot.typical(rows)] == [(8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        (ROWS, ["latency", "share", "step-speedup"]),
+        (RESULTS["rows"], ["latency", "share"]),
+        (ROWS[:1], ["latency", "share"]),
+    ],
+    ids=["peers", "published", "one"],
+)
+def test_each_plot_that_the_file_has_figures_for_is_written(tmp_path, rows, names):
+    paths = list(plot.draw(results(rows), tmp_path / "new", "qwen3.5-35b"))
+    assert paths == [tmp_path / "new" / f"{name}.png" for name in names]
+    for path in paths:
+        width, height = struct.unpack(">II", path.read_bytes()[16:24])
+        assert min(width, height) > 300
+
+
+def test_a_speed_up_is_the_peers_time_over_ours():
+    steps = [row for row in ROWS if row["op"] == "step" and row["peers"]]
+    (axes,) = plot.speedup(steps).axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["rival"] == [1.25, 1.5]
+    assert lines["other"] == [80 / 60]
+    assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 1.5
+
+
+def test_shares_and_latencies_are_drawn_at_their_batch():
+    panels = plot.share(plot.typical(ROWS)).axes
+    assert [axes.get_title() for axes in panels if axes.lines] == [
+        "verify", "verify, exact=False", "step"
+    ]  # fmt: skip
+    (line,) = panels[0].lines
+    assert list(line.get_xdata()) == [1, 8] and list(line.get_ydata()) == [50, 50]
+    lines = plot.latency(plot.typical(ROWS)).axes[0].lines
+    assert {line.get_label() for line in lines} == {
+        "replayssm", "replayssm, exact=False", "floor", "rival"
+    }  # fmt: skip
+
+
+def test_the_readme_speaks_of_the_figures_that_are_published():
+    text = (ROOT / "README.md").read_text()
+    speed = text[text.index("## Speed") :]
+    assert f"{RESULTS['copy_gbs']:,} GB/s" in speed
+    lines = re.findall(r"^\|.*\|$", speed, re.MULTILINE)
+    assert len(lines) > 2
+    assert set(lines) <= set(table.table(RESULTS["rows"], "qwen3.5-35b").splitlines())
+
+
+def test_the_readme_compares_modes_by_the_figures_that_are_published():
+    steps = json.loads((ROOT / "docs/benchmarks/h200-step.json").read_text())["rows"]
+    compact, cap = (
+        " / ".join(f"{row['us'][mode]:,.0f}" for row in steps)
+        for mode in ("compact", "cap-accept")
+    )
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{compact} us against {cap}" in text
+
+
+def test_the_performance_page_ends_with_the_tables_of_the_published_figures():
+    """Its last part is what tools/table.py prints."""
+    page = (ROOT / "docs/performance.md").read_text()
+    tables = (f"### {model}\n\n{table.table(RESULTS['rows'], model)}" for model in MODELS)
+    assert page.endswith("\n\n" + "\n\n".join(tables) + "\n")
