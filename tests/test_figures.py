@@ -74,7 +74,7 @@ def test_plots_show_half_of_the_draft_accepted_of_the_models_own_eight():
     ("rows", "names"),
     [
         (ROWS, ["latency", "share", "step-speedup"]),
-        (RESULTS["rows"], ["latency", "share"]),
+        (RESULTS["rows"], ["latency", "share", "step-speedup"]),
         (ROWS[:1], ["latency", "share"]),
     ],
     ids=["peers", "published", "one"],
