@@ -6,6 +6,10 @@ import sys
 
 import pytest
 import torch
+from hypothesis import Phase, settings
+
+# For tools/mutate.py, which wants to know that something fails and not the least that does.
+settings.register_profile("unshrunk", phases=[Phase.generate], report_multiple_bugs=False)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # or every worker would start a thread per core
@@ -18,14 +22,17 @@ def close_with_the_summary() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked gpu where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests marked gpu without a CUDA device, and those marked long unasked."""
+    skips = {}
+    if not torch.cuda.is_available():
+        skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if "long" not in config.getoption("markexpr"):
+        skips["long"] = pytest.mark.skip(reason="takes long; pytest -m long runs it")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for marker, skip in skips.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
