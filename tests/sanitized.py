@@ -1,0 +1,41 @@
+"""Every op once on the GPU, for a sanitizer to watch; run as a script.
+
+One allocation per tensor (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a neighbour's memory
+is nobody's, and device-wide waits only at the end.
+"""
+
+import functools
+
+import torch
+
+import calls
+
+# The matrix's small heads are one tile of one warp group; these take several, the widest
+# rows, more than one block of tokens, and the inexact kernel's both sizes.
+WIDE = {"B": 2, "H": 1, "HV": 3, "K": 128, "V": 128}
+MORE = {
+    f"{build.__name__}-{variant}-{D}": functools.partial(build, variant=variant, D=D, **WIDE)
+    for build in (calls.verify, calls.fold)
+    for variant in ("gdn", "kda")
+    for D in (8, 11)
+} | {
+    f"inexact-{variant}-{D}": functools.partial(
+        calls.verify, variant=variant, D=D, exact=False, **WIDE
+    )
+    for variant in ("gdn", "kda")
+    for D in (8, 11)
+}  # fmt: skip
+
+
+def main() -> None:
+    for label, build in (calls.CALLS | MORE).items():
+        if label.startswith("fold-") and label in MORE:
+            build = functools.partial(build, B=3)  # its three accept lengths
+        op, args, kwargs = build("cuda")
+        getattr(torch.ops.replayssm, op)(*args, **kwargs)
+        torch.cuda.synchronize()
+        print("ran", label, flush=True)
+
+
+if __name__ == "__main__":
+    main()
