@@ -56,6 +56,7 @@ def _check_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=N
         check.sizes["B"] = cu_seqlens.shape[0] - 1
         check.sources["B"] = "cu_seqlens"
     check.index("verify_lens", verify_lens, "B")
+    return check
 
 
 def _requests(draft_tokens: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -176,6 +177,7 @@ def _check_commit_indices(
     check.index("track_slot_map", track_slot_map, "requests")
     if track_interval < 0:
         check.fail(f"track_interval must be 0 or more tokens, got {track_interval}")
+    return check
 
 
 def _arrange_commit_indices(

@@ -80,6 +80,7 @@ def _check_fold(
     check.index("accept_lens", accept_lens, "B")
     check.index("window_indices", window_indices, "B")
     check.tracks(track_indices, track_steps)
+    return check
 
 
 def _arrange_fold(
@@ -163,6 +164,7 @@ def _check_scatter(
     check.index("step_indices", step_indices, "B")
     check.index("source_indices", source_indices, "B")
     check.tracks(track_indices, track_steps)
+    return check
 
 
 def _arrange_scatter(

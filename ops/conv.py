@@ -117,6 +117,7 @@ def _check(
     check.index("accept_lens", accept_lens, "B")
     check.index("window_indices", window_indices, "B")
     check.tracks(track_indices, track_steps)
+    return check
 
 
 def _groups(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:

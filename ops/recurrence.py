@@ -98,6 +98,7 @@ def _check_verify(
     check.index("window_indices", window_indices, "B")
     check.rows(cu_seqlens)
     check.lower_bound(lower_bound, kda)
+    return check
 
 
 def _outputs(q, k, v, *args, **kwargs):
@@ -177,6 +178,7 @@ def _check_decode(
     check.tensor("state", state, "S HV V K", checks.ACTIVATION, dense=3, written=True)
     check.index("state_indices", state_indices, "B")
     check.lower_bound(lower_bound, kda)
+    return check
 
 
 def _arrange_decode(

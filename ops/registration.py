@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from . import launch
+from . import checks, debug, launch
 
 _LIBRARY = torch.library.Library("replayssm", "DEF")
 
@@ -24,7 +24,7 @@ def _nothing(*args, **kwargs) -> None:
 def register(
     schema: str,
     *,
-    check: Callable[..., None],
+    check: Callable[..., checks.Check],
     cpu: Callable,
     arrange: Callable,
     plan: Callable[..., launch.Plan],
@@ -49,8 +49,10 @@ def register(
 
         return call
 
-    _LIBRARY.impl(name, checked(cpu), "CPU")
-    _LIBRARY.impl(name, launch.launcher(check, arrange, plan), "CUDA")
+    kernels = {"CPU": checked(cpu), "CUDA": launch.launcher(check, arrange, plan)}
+    for key, kernel in kernels.items():
+        kernel = debug.guarded(name, check, kernel) if debug.ENABLED else kernel
+        _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"replayssm::{name}", checked(fake), lib=_LIBRARY)
     return getattr(torch.ops.replayssm, name).default
 

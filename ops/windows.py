@@ -43,6 +43,7 @@ def _check_gate(a, b, A_log, dt_bias, *, lower_bound=None):
     check = checks.Check("gate", a, "a")
     kda = checks.gates(check, a, b, A_log, dt_bias, "N")
     check.lower_bound(lower_bound, kda)
+    return check
 
 
 def _fake_gate(a, b, A_log, dt_bias, *, lower_bound=None):
@@ -123,6 +124,7 @@ def _check_store(
     )  # fmt: skip
     check.index("window_indices", window_indices, "B")
     check.rows(cu_seqlens)
+    return check
 
 
 def _arrange_store(

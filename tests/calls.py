@@ -100,7 +100,7 @@ def conv_commit(
     device, channels=(6,), W=4, sliding=False, channels_last=False, track=False,
     dtype=torch.bfloat16, index=torch.int32,
 ):  # fmt: skip
-    """Two layers, five slots, three window rows, D = 3; the last slot is skipped."""
+    """Two layers, five slots, three window rows, D = 3; the last request is padding."""
     L, S, R, D = 2, 5, 3, 3
     draw = torch.Generator().manual_seed(0)
 
@@ -118,7 +118,7 @@ def conv_commit(
     ]
     slots, accept, rows, to, at = (
         torch.tensor(x, dtype=index, device=device)
-        for x in ([3, 0, 9], [3, 1, 2], [2, 1, 0], [1, 4, 2], [1, -1, 0])
+        for x in ([3, 0, -1], [3, 1, 2], [2, 1, 0], [1, 4, 2], [1, -1, 0])
     )
     kwargs = {"window_indices": rows, "channels_last": channels_last}
     if track:

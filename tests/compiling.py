@@ -20,6 +20,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.bool: "*i1",
 }
 
 
@@ -71,7 +72,9 @@ def compiled(made: launch.Plan, arguments: list, target: str) -> Any:
     backend, arch, warp = (
         ("hip", target, 64) if target.startswith("gfx") else ("cuda", int(target), 32)
     )
-    options = {"num_warps": made.warps, "enable_fp_fusion": False}
+    options = {
+        "num_warps": made.warps, "enable_fp_fusion": False, "debug": bool(kernel.debug)
+    }  # fmt: skip
     return triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
 
 

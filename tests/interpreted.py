@@ -4,16 +4,21 @@ Prints one line of JSON per case: [case, "" or what is wrong]. The interpreter i
 chosen when triton is imported, so it needs a process of its own.
 """
 
+import contextlib
+import dataclasses
+import io
 import json
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from triton.runtime.errors import InterpreterError
+from triton.runtime.interpreter import interpreter_builder
 
 from calls import CALLS, mutated, named
 from replayssm import ops
-from replayssm.ops import registration, select
+from replayssm.ops import debug, registration, select
 from samples import WINDOWS, bits_equal, make, pages
 
 KERNELS = select.load("portable")
@@ -119,6 +124,32 @@ def like_the_reference(*labels):
             bits_equal(pages(tensors[name]), pages(wanted[name]), f"{label}: {name}")
 
 
+def stopped(*rows):
+    """The message of debug mode's stop where these rows of 40 break a rule, and whether
+    their values were printed."""
+    values, holds = torch.arange(100, 140), torch.ones(40, dtype=torch.bool)
+    holds[list(rows)] = False
+    made = debug.stop("fold", debug.Rule("state_indices", values, holds, "is no slot"))
+    printed, message = io.StringIO(), ""
+    with contextlib.redirect_stdout(printed):
+        try:
+            made.compile_and_launch((values, holds), ())
+        except InterpreterError as error:
+            message = str(error.__cause__)
+    return message, [row for row in rows if f"{100 + row}" in printed.getvalue()]
+
+
+def the_stop_fails_where_a_row_breaks_the_rule():
+    # The interpreter takes no notice of a kernel's debug=True, only of its own.
+    interpreter_builder.options = dataclasses.replace(
+        interpreter_builder.options, debug=True
+    )
+    text = "replayssm.fold: state_indices[32 * block + thread] is no slot"
+    assert stopped() == ("", [])
+    for rows in ([0], [31], [32], [39], [3, 4]):
+        assert stopped(*rows) == (text, rows), rows
+
+
 CASES = {
     "verify gdn": lambda: verify_like_the_reference("gdn", B=2, D=3),
     "verify kda ragged": lambda: verify_like_the_reference("kda", **RAGGED),
@@ -139,6 +170,7 @@ CASES = {
     "conv_commit channels_last": lambda: like_the_reference(
         "conv_commit-dense-last-track", "conv_commit-sliding-last-track"
     ),
+    "debug stop": the_stop_fails_where_a_row_breaks_the_rule,
 }
 
 if __name__ == "__main__":

@@ -113,7 +113,8 @@ def test_slots_and_window_rows_out_of_range_are_skipped(device, variant):
 
 @variants
 def test_verify_and_decode_skip_slots_out_of_range(device, variant):
-    """A live slot with no window row is verified and not stored; others are nothing."""
+    """A live slot with no window row is verified and not stored; others are nothing
+    (field case 38)."""
     p = make(device, variant, B=6, R=8)
     want = p.copy()
     outputs = want.verify().unflatten(0, (6, 4))

@@ -152,6 +152,7 @@ def test_the_command_succeeds_and_writes_no_control_codes_to_a_pipe(shown):
 
 @pytest.mark.parametrize(("kind", "style"), PAIRS)
 def test_the_command_is_byte_identical_and_accepts_over_two_and_a_half(shown, kind, style):
+    """Accepted lengths alone prove nothing: repetition raises them (field case 86)."""
     report = shown.stdout.decode().split(f"\n== {kind} + {style}: ")[1].split("\n== ")[0]
     prompts = len((TOOLS / "prompts.txt").read_text().splitlines())
     assert report.startswith(f"{prompts} prompts, {prompts * TOKENS} tokens, ")
@@ -234,6 +235,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_result_that_differs_is_reported_with_exit_code_1(change):
+    """However fast it came (field case 86)."""
     code = f"""
 import sys
 sys.path.insert(0, {str(TOOLS)!r})

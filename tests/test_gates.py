@@ -94,9 +94,10 @@ def test_beta_keeps_fp32_under_bf16_inputs(device):
 
 
 @variants
-def test_verify_stores_the_bits_gate_returns(device, variant):
-    """And k and v as they came (field case 18)."""
-    p = make(device, variant, R=4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_verify_stores_the_bits_gate_returns(device, variant, dtype):
+    """And k and v as they came, not a mantissa bit less (field cases 18, 34)."""
+    p = make(device, variant, R=4, dtype=dtype)
     p.verify()
     g, beta = ops.gate(p.a, p.b, p.A_log, p.dt_bias, lower_bound=p.lower_bound)
     rows = p.window_indices.long()

@@ -82,7 +82,8 @@ def test_compact_commits_what_cap_accept_commits(device, variant):
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant, interval", [("gdn", 0), ("gdn", 3), ("kda", 3)])
 def test_500_replays_equal_eager_and_compiled_steps(variant, interval):
-    """Random lengths, batches below the bucket, moved slots; nothing syncs or allocates."""
+    """Random lengths, batches below the bucket, moved slots; nothing syncs or allocates
+    (field cases 8, 65, 66, 67, 70)."""
     eager = Engine("cuda", variant, 4, interval)
     captured, compiled = eager.twin(), eager.twin()
     choices = [Bucket(b, b * D) for b in (1, 2, 4)]

@@ -14,7 +14,7 @@ CASES = [
     "verify gdn", "verify kda ragged", "verify kda-safe", "fold gdn", "fold kda",
     "decode gdn", "decode kda", "store gdn", "store kda-safe", "scatter",
     "accept", "commit_indices", "conv_commit dense", "conv_commit sliding",
-    "conv_commit channels_last",
+    "conv_commit channels_last", "debug stop",
 ]  # fmt: skip
 
 

@@ -40,15 +40,26 @@ class WeightsError(ValueError):
 
 
 def load_weights(path: Path, build: Callable[[dict[str, Any]], nn.Module]) -> nn.Module:
-    """Builds what the file's header describes; upcasts once, to fp32."""
+    """Builds what the file's header describes; upcasts once, to fp32. Nothing in the file is
+    run, and no header can ask for more memory than the file itself."""
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        model = build(json.loads(header.get("config", "{}")))
-        model.load_state_dict(tensors)
-        if not all(tensor.isfinite().all() for tensor in tensors.values()):
-            raise ValueError("a tensor holds inf or nan")
+        for name, tensor in tensors.items():
+            if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+                raise TypeError(f"{name} must be 16 or 32 bit floats, got {tensor.dtype}")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} holds inf or nan")
+        fields = json.loads(header.get("config", "{}"))
+        if fields.get("layers", 0) > len(tensors):
+            raise ValueError(
+                f"config asks for {fields['layers']} layers of {len(tensors)} tensors"
+            )
+        with torch.device("meta"):
+            model = build(fields)
+        loaded = {name: tensor.float() for name, tensor in tensors.items()}
+        model.load_state_dict(loaded, assign=True)
     except FILE_ERRORS as e:
         raise WeightsError(f"{path}: {' '.join(str(e).split())[:200]}") from e
     return model.eval().requires_grad_(False)

@@ -1,0 +1,123 @@
+"""What becomes of the calls of wrong_values; run as a script.
+
+REPLAYSSM_DEBUG=1 python debugged.py            every call on the CPU, a JSON line each
+REPLAYSSM_DEBUG=1 python debugged.py CASE ...   one call on the GPU, or its graph
+"""
+
+import hashlib
+import json
+import sys
+
+import torch
+
+from calls import CALLS, gathered, mutated, named
+from samples import bits, pages
+from wrong_values import CASES, CONV, FOLD, HARMLESS, RAGGED
+
+
+def put(**vectors):
+    """New values for index arguments, in the dtype and on the device of the old ones."""
+    return lambda x: {name: x[name].new_tensor(v) for name, v in vectors.items()}
+
+
+def call(label, change, device="cpu"):
+    """The op of a label, its tensors by name and its arguments, with a change made."""
+    op, args, kwargs = CALLS[label](device)
+    good = kwargs | named(op, args, kwargs)
+    values = good | put(**change)(good)
+    return getattr(torch.ops.replayssm, op).default, values, gathered(values)
+
+
+def outcome(label, change):
+    """(the error or "", the arguments that were written): of one call on the CPU."""
+    op, values, arguments = call(label, change)
+    names = mutated(op._schema.name.split("::")[1], values)
+    before = {name: pages(values[name]).clone() for name in names}
+    error = ""
+    try:
+        op(**arguments)
+    except ValueError as raised:
+        error = str(raised)
+    differ = [
+        name
+        for name, value in before.items()
+        if not torch.equal(bits(pages(values[name])), bits(value))
+    ]
+    return error, differ
+
+
+def digest(label):
+    """What one right call returns and writes, as a few letters."""
+    op, values, arguments = call(label, {})
+    outputs = op(**arguments)
+    outputs = (
+        [] if outputs is None else outputs if isinstance(outputs, tuple) else [outputs]
+    )
+    sums = hashlib.sha256()
+    for x in (*outputs, *(pages(x) for x in values.values() if torch.is_tensor(x))):
+        sums.update(bits(x).numpy().tobytes())
+    return sums.hexdigest()
+
+
+def compiled():
+    """A call that is checked behind torch.compile; a right one before it."""
+    op, _, right = call(FOLD, {})
+    _, _, wrong = call(FOLD, CASES["a slot twice"].change)
+    fold = torch.compile(lambda **x: op(**x), backend="aot_eager", fullgraph=True)
+    fold(**right)
+    try:
+        fold(**wrong)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def aliased(compile):
+    """Slots exchanged through a copy of the state, which compilers read without it."""
+
+    def exchange(state, slots, sources, steps):
+        snapshots = state.clone().unsqueeze(2)
+        torch.ops.replayssm.scatter(state, snapshots, slots, steps, source_indices=sources)
+
+    state, slots = torch.randn(2, 4, 3, 5), torch.tensor([0, 1])
+    before = state.clone()
+    try:
+        exchange = torch.compile(exchange, fullgraph=True) if compile else exchange
+        exchange(state, slots, slots.flip(0), slots * 0)
+    except ValueError as error:
+        return str(error)
+    return "" if torch.equal(state[:, :2], before[:, :2].flip(1)) else "wrong"
+
+
+def on_gpu(name, captured):
+    """A right call, then the wrong one, then a copy that must not be reached."""
+    case = CASES[name]
+    for change in ({}, case.change):
+        op, _, arguments = call(case.label, change, "cuda")
+        if change and captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                op(**arguments)
+            graph.replay()
+        else:
+            op(**arguments)
+        if not change:
+            torch.cuda.synchronize()
+            print("the right call passed", flush=True)
+    torch.cuda.synchronize()
+    print("the wrong call passed", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        on_gpu(sys.argv[1], "captured" in sys.argv[2:])
+        sys.exit()
+    for name, (label, change, *_) in (CASES | HARMLESS).items():
+        print(json.dumps([name, outcome(label, change)]))
+    for label in CALLS:
+        print(json.dumps([label, digest(label)]))
+    for label in (FOLD, RAGGED, "commit_indices-track", CONV):
+        op, _, arguments = call(label, {})
+        torch.library.opcheck(op, (), arguments)
+    print(json.dumps(["compiled", compiled()]))
+    print(json.dumps(["aliased", [aliased(compile=False), aliased(compile=True)]]))
