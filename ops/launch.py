@@ -185,7 +185,7 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         kernel, block = lowering.effective, _MAX_BLOCK if length <= _MAX_BLOCK else 16
         BV, warps = lowering.effective_tile(HV, K, V, batch, block)
     else:
-        BV, warps = lowering.recur_tile(HV, K, V, batch, kda)
+        BV, warps = lowering.recur_tile(HV, K, V, batch, kda, ragged)
     # Ragged batches get one row of programs more: it zeroes uncovered tokens.
     heads = HV * (batch + ragged) if tokens else 0
     return Plan(

@@ -302,7 +302,9 @@ def gate(
     gl.store(beta + token * HV + i_hv, sigmoid(b_b.to(gl.float32)), mask=first)
 
 
-def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int]:
+def recur_tile(
+    HV: int, K: int, V: int, batch: int, kda: bool, ragged: bool = False
+) -> tuple[int, int]:
     """(BV, warps) of verify and decode, by heads in flight.
 
     H200, CUDA graph, cold L2, us, D = 8; GDN: 30 layers of 16/32 heads, KDA: 20 layers
@@ -324,6 +326,10 @@ def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int
     (32, 2): 446 (286), 690 (470), 1673 (1302); (64, 2): 605 (367), 691 (517), 1832
     (1343). Four programs of (64, 2) fit on a multiprocessor: 264 heads are one round of
     them, 384 one and a half.
+
+    Ragged, GDN, which loops over blocks (30 layers of 16/32 heads, 32 / 256 / 1024 / 4096
+    heads): (16, 2): 171 / 508 / 1566 / 5558; (32, 2): 194 / 558 / 1485 / 4989; (64, 2):
+    248 / 462 / 1548 / 4826.
     """
     heads = batch * HV
     if kda and K > 224:  # (16, 2) spills with triton 3.6
@@ -331,6 +337,8 @@ def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int
     elif heads < (64 if kda else 128):
         tile = (16, 2)
     elif kda and (192 <= heads < 320 or heads >= 512):
+        tile = (64, 2)
+    elif ragged and not kda and not 512 <= heads < 2048:
         tile = (64, 2)
     else:
         tile = (32, 2)

@@ -231,7 +231,9 @@ def gate(
     tl.store(beta + token * HV + i_hv, sigmoid(b_b.to(tl.float32)), mask=first)
 
 
-def recur_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int]:
+def recur_tile(
+    HV: int, K: int, V: int, batch: int, kda: bool, ragged: bool = False
+) -> tuple[int, int]:
     """(BV, warps) of verify and decode: one tile for all three kernels, since the
     compiler's layout, and with it the order of sums, depends on it."""
     return 32, 2 if K <= 128 else 8
