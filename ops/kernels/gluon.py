@@ -336,12 +336,10 @@ def recur_tile(
         tile = (16, 4)
     elif heads < (64 if kda else 128):
         tile = (16, 2)
-    elif kda and (192 <= heads < 320 or heads >= 512):
-        tile = (64, 2)
-    elif ragged and not kda and not 512 <= heads < 2048:
-        tile = (64, 2)
+    elif kda:
+        tile = (64, 2) if 192 <= heads < 320 or heads >= 512 else (32, 2)
     else:
-        tile = (32, 2)
+        tile = (64, 2) if ragged and not 512 <= heads < 2048 else (32, 2)
     return _fit(K, V, *tile, 128 if K <= 128 else 64)
 
 
