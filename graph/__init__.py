@@ -7,7 +7,7 @@ from .commit import Commit, Committed
 from .handoff import put_prefill
 from .inspect import Node, describe, nodes
 from .loop import DecodeLoop, Outputs
-from .model import LinearAttention
+from .model import LinearAttention, Shard
 from .pools import Memory, Pools, memory
 from .routing import Route, decide
 from .sampling import rejection_accept
@@ -26,6 +26,7 @@ __all__ = [
     "Outputs",
     "Pools",
     "Route",
+    "Shard",
     "StaticBatch",
     "buckets",
     "decide",

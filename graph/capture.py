@@ -49,6 +49,7 @@ class Captured:
                 "pass graphs=False to run eagerly"
             )
         self.function, self.eager, self.draft = function, not graphs, draft
+        self.device = torch.device(device)
         self.batches = {c: StaticBatch(c, draft, device, mode) for c in sorted(choices)}
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self.results: dict[Bucket, Any] = {}
@@ -77,13 +78,16 @@ class Captured:
                 "compiled, and compiling inside a capture fails or stalls"
             )
         pool = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
-        for choice in sorted(self.batches, reverse=True):
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph, pool=pool):
-                self.results[choice] = self.function(self.batches[choice])
-            graph.instantiate()
-            self.graphs[choice] = graph
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            # torch's own default stream is of whichever device captured first.
+            stream = torch.cuda.Stream()
+            for choice in sorted(self.batches, reverse=True):
+                graph = torch.cuda.CUDAGraph(keep_graph=True)
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    self.results[choice] = self.function(self.batches[choice])
+                graph.instantiate()
+                self.graphs[choice] = graph
 
     def bucket(self, batch: int, tokens: int | None = None) -> Bucket:
         """The bucket of a live batch, see ``smallest``."""

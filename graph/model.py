@@ -1,11 +1,26 @@
 """What a model's linear-attention layers are."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..ops import checks
+
+
+class Shard(NamedTuple):
+    """What one tensor-parallel rank holds of the whole model's tensors.
+
+    key_heads, of H: q and k. value_heads, of HV: v, a, b, A_log, dt_bias, the state, and
+    the rows of the output projection. channels, a [C / ranks] int64 CPU tensor for each
+    convolution: of its weight, bias and conv states. GDN's one convolution has q, k and v
+    one after another, so a rank's channels are three runs of it.
+    """
+
+    key_heads: slice
+    value_heads: slice
+    channels: tuple[Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +112,41 @@ class LinearAttention:
         return dataclasses.replace(
             self, H=self.H // tensor_parallel, HV=self.HV // tensor_parallel
         )
+
+    def shard(self, rank: int, tensor_parallel: int) -> Shard:
+        """Which heads and channels rank ``rank`` holds: runs of heads, in rank order.
+
+        Every value head stays with its key head, so each rank has the model's HV / H.
+
+        Args:
+            rank: from 0.
+            tensor_parallel: number of ranks; divides H, and so HV.
+
+        Raises:
+            ValueError, TypeError: as ``rank``, or there is no such rank.
+        """
+        share = self.rank(tensor_parallel)
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"LinearAttention.shard: rank must be an int, got {rank!r}")
+        if not 0 <= rank < tensor_parallel:
+            raise ValueError(
+                f"LinearAttention.shard: rank must be 0 to {tensor_parallel - 1} with "
+                f"tensor_parallel = {tensor_parallel}, got {rank}"
+            )
+        keys = slice(rank * share.H, (rank + 1) * share.H)
+        values = slice(rank * share.HV, (rank + 1) * share.HV)
+        q, v = (
+            torch.arange(heads.start * size, heads.stop * size, device="cpu")
+            for heads, size in ((keys, self.K), (values, self.V))
+        )
+        if self.conv_width == 1:
+            channels = ()
+        elif self.variant == "kda":
+            channels = q, q, v
+        else:
+            size = self.H * self.K
+            channels = (torch.cat([q, q + size, v + 2 * size]),)
+        return Shard(keys, values, channels)
 
 
 def positive(owner: str, name: str, value: int) -> None:

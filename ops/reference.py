@@ -3,7 +3,7 @@
 Each token of each request is computed on its own, on tensors whose shape and
 layout do not depend on the batch, so that torch's vectorised loops treat a value
 alike whatever stands beside it: bits do not depend on the batch, nor on whether
-verify, fold or decode asks.
+verify, fold or decode asks, nor on how many heads are here: a rank's are the model's.
 """
 
 import itertools
@@ -20,6 +20,11 @@ def _fp32(x: Tensor) -> Tensor:
     return x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Not torch's: that rounds what its vectors leave over otherwise than the rest."""
+    return 1 / (1 + (-x).exp())
+
+
 def gates(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -28,10 +33,10 @@ def gates(
     rate = _fp32(A_log).exp().clamp(max=_MAX)
     rate = rate if a.dim() == 1 else rate[:, None]
     if lower_bound is not None:
-        g = lower_bound * torch.sigmoid(rate * x)
+        g = lower_bound * sigmoid(rate * x)
     else:
         g = -rate * torch.where(x > 20, x, x.exp().log1p())
-    return g, torch.sigmoid(_fp32(b))
+    return g, sigmoid(_fp32(b))
 
 
 def l2norm(x: Tensor) -> Tensor:

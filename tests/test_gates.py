@@ -57,6 +57,24 @@ def test_beta_is_right_everywhere(device):
     )
 
 
+@variants
+@pytest.mark.parametrize("heads", (1, 7, 24))
+def test_a_heads_gates_do_not_depend_on_how_many_heads_are_beside_it(
+    device, variant, heads
+):
+    """A tensor-parallel rank computes the bits of the whole model."""
+    p = make(device, variant, HV=48)
+    whole = ops.gate(p.a, p.b, p.A_log, p.dt_bias, lower_bound=p.lower_bound)
+    for first in range(0, 49 - heads, heads):
+        some = slice(first, first + heads)
+        share = ops.gate(
+            p.a[:, some], p.b[:, some], p.A_log[some], p.dt_bias[some],
+            lower_bound=p.lower_bound,
+        )  # fmt: skip
+        for got, want in zip(share, whole, strict=True):
+            bits_equal(got, want[:, some], f"gates of heads {some}")
+
+
 def test_a_huge_A_log_makes_no_nan(device):
     """inf * 0 for A_log = 100, a = -200 (field case 25)."""
     g, _ = gate(device, [-200.0, 0.0, 200.0], A_log=100.0)

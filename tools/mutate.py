@@ -47,13 +47,13 @@ MUTATIONS = [
     Mutation(
         "beta is rounded to the dtype of b",
         "ops/reference.py",
-        "return g, torch.sigmoid(_fp32(b))",
-        "return g, torch.sigmoid(b).float()",
+        "return g, sigmoid(_fp32(b))",
+        "return g, sigmoid(b).float()",
     ),
     Mutation(
         "the safe gate is a clamped softplus",
         "ops/reference.py",
-        "g = lower_bound * torch.sigmoid(rate * x)",
+        "g = lower_bound * sigmoid(rate * x)",
         "g = (-rate * x.exp().log1p()).clamp(min=lower_bound)",
     ),
     Mutation(
