@@ -143,10 +143,21 @@ class StaticBatch:
         # A window lives from verify to fold of one step: any distinct rows will do.
         self.window_indices = torch.arange(bucket.batch, device=device, dtype=torch.int32)
 
-    req_indices = property(lambda self: self.rows[:, _REQUEST])
-    seq_lens = property(lambda self: self.rows[:, _LENGTH])
-    verify_lens = property(lambda self: self.rows[:, _VERIFY])
-    draft_tokens = property(lambda self: self.rows[:, _TOKENS:])
+    @property
+    def req_indices(self) -> Tensor:
+        return self.rows[:, _REQUEST]
+
+    @property
+    def seq_lens(self) -> Tensor:
+        return self.rows[:, _LENGTH]
+
+    @property
+    def verify_lens(self) -> Tensor:
+        return self.rows[:, _VERIFY]
+
+    @property
+    def draft_tokens(self) -> Tensor:
+        return self.rows[:, _TOKENS:]
 
     def fill(self, rows: Tensor) -> None:
         """Load a live batch: one small device copy, padding the tail.

@@ -1,5 +1,6 @@
 """From the target's tokens to the next verify: one module, eager, compiled or captured."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,12 @@ class Commit(torch.nn.Module):
     GPU five kernels, no copy, nothing read on the host. Pools are module buffers, which
     is what lets ``torch.compile(mode="reduce-overhead")`` capture their mutation.
     """
+
+    slot_map: Tensor
+    track_slot_map: Tensor | None
+    window_rows: Tensor
+    live: Tensor
+    __call__: Callable[..., Committed]  # torch types the call of any module as Any
 
     def __init__(
         self,

@@ -141,7 +141,7 @@ def _ask(driver: Any, call: str, *args: Any) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _arrays(driver: Any, call: str, graph: Any) -> list[list]:
+def _arrays(driver: Any, call: str, graph: Any) -> list[list[Any]]:
     """The arrays of a call that tells their length when asked for none of them."""
     *arrays, count = _ask(driver, call, graph, 0)
     if count:

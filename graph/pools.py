@@ -101,6 +101,12 @@ class Pools(torch.nn.Module):
             nothing has been allocated then.
     """
 
+    state: Tensor
+    k_window: Tensor
+    v_window: Tensor
+    g_window: Tensor
+    beta_window: Tensor
+
     def __init__(
         self,
         model: LinearAttention,
@@ -188,7 +194,8 @@ class Pools(torch.nn.Module):
                     f"{moved.dtype} with strides {list(moved.stride())}: set the dtypes in "
                     "LinearAttention, and cast the model before it holds the pools"
                 )
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        return self
 
 
 def _layout(

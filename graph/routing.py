@@ -74,7 +74,8 @@ def decide(
         )
     if not draft_worker:
         _check_fold(target, window, draft, pool_kda, device, unified_memory, topk)
-    return Route(f"{target}_fold", f"replay is on and the backend is {target.upper()}")
+    commit: Literal["gdn_fold", "kda_fold"] = "gdn_fold" if target == "gdn" else "kda_fold"
+    return Route(commit, f"replay is on and the backend is {target.upper()}")
 
 
 def _check_fold(

@@ -172,5 +172,5 @@ def _draw(weights: Tensor, u: Tensor) -> Tensor:
     rows = torch.arange(B, device=weights.device)
     wanted = wanted - (ends[rows, block] - sums[rows, block])
     inside = counts[rows, block].cumsum(1)
-    token = block * width + (inside <= wanted[:, None]).sum(1)
+    token: Tensor = block * width + (inside <= wanted[:, None]).sum(1)
     return token.clamp(max=vocab - 1)

@@ -5,7 +5,7 @@ are never read. Everything here also runs on fake tensors with symbolic sizes.
 """
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ class Check:
     """Checks one op's tensors, binding each letter of their shapes to one size."""
 
     def __init__(self, op: str, like: Tensor, name: str) -> None:
-        self.op, self.sizes, self.sources = op, {}, {}
-        self.device, self.name = like.device, name
+        self.op, self.device, self.name = op, like.device, name
+        self.sizes: dict[str, int] = {}
+        self.sources: dict[str, str] = {}
 
     def fail(self, text: str, error: type[Exception] = ValueError) -> NoReturn:
         raise error(f"{self.op}: {text}")
@@ -67,7 +68,7 @@ class Check:
             self.sources.setdefault(letter, name)
             self.require(
                 known == size,
-                lambda letter=letter: (
+                lambda letter=letter: (  # type: ignore[misc]  # mypy knows no default here
                     f"{name} must be [{', '.join(letters)}] with {letter} = "
                     f"{self.sizes[letter]} as in {self.sources[letter]}{variant}, "
                     f"got {list(value.shape)}"
@@ -245,7 +246,7 @@ def windows(
 ) -> None:
     """The four windows of one layer, or with ``outer`` = "L " of all layers."""
     gate_dims, variant = ("R HV T K", " (KDA)") if kda else ("R HV T", " (GDN)")
-    options = {"written": written}
+    options: dict[str, Any] = {"written": written}
     check.tensor("k_window", k_window, f"{outer}R H T K", dtype, dense=3, of=of, **options)
     same = (k_window.dtype,)
     check.tensor(

@@ -89,7 +89,8 @@ def _check(
             f"{rank} dimensions: {list(conv_windows[0].shape)}"
         )
     variant = " (channels_last)" if channels_last else ""
-    dtype, of = checks.ACTIVATION, ""
+    dtype: tuple = checks.ACTIVATION
+    of = ""
     for i, (state, window) in enumerate(zip(conv_states, conv_windows, strict=True)):
         # With W = 1 the states are empty, and strides of nothing mean nothing.
         some = state.dim() == 4 and state.shape[2 if channels_last else 3] != 0

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     scalars: tuple[int | float, ...]
     constants: dict[str, int | bool]
     warps: int
-    outputs: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+    outputs: tuple[tuple[Sequence[int], torch.dtype], ...] = ()
 
     def compile_and_launch(self, tensors: Tensors, outputs: Sequence[Tensor]) -> Any:
         """Launch through triton's own path; return the compiled kernel."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from figures import Bench
-from problem import MODELS, OPS, Model, Problem
+from problem import HEAD_DIMS, MODELS, OPS, Model, Problem
 from replayssm import ops
 from timing import ROUNDS, Timer, copy_gbs, host_us, machine
 
@@ -40,7 +40,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", nargs="+", choices=MODELS, help=f"default: {' '.join(TARGETS)}")
+    add(
+        "--model",
+        nargs="+",
+        choices=[*MODELS, *HEAD_DIMS],
+        help=f"default: {' '.join(TARGETS)}",
+    )
     add("--batch", nargs="+", type=int, help="B, 1 to 256; default: 1 8 32 128")
     add("--draft", nargs="+", type=int, help="D; default: the model's own")
     add(
@@ -99,9 +104,9 @@ def _accept(text: str) -> int | str:
 def shapes(options: argparse.Namespace) -> list[tuple[str, Model]]:
     """Each model that is asked for, with each D."""
     return [
-        (name, replace(MODELS[name], D=D))
-        for name in options.model
-        for D in options.draft or [MODELS[name].D]
+        (name, replace(model, D=D))
+        for name, model in ((name, (MODELS | HEAD_DIMS)[name]) for name in options.model)
+        for D in options.draft or [model.D]
     ]
 
 

@@ -45,7 +45,9 @@ MODELS = {
     "kimi-linear-48b": Model(20, 32, 32, kda=True),
     "kimi-k3-tp8": Model(69, 12, 12, kda=True, lower_bound=-5.0),
     "ling-3.0-flash": Model(35, 32, 32, D=9, kda=True, lower_bound=-5.0),
-    # No models: qwen3.5-35b's states cut into other heads, to compare shares of the floor.
+}
+# qwen3.5-35b's states cut into other heads, to compare shares of the floor.
+HEAD_DIMS = {
     "head-dim-64": Model(30, 64, 128, K=64, V=64),
     "head-dim-256": Model(30, 4, 8, K=256, V=256),
 }
