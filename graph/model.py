@@ -139,14 +139,11 @@ class LinearAttention:
             torch.arange(heads.start * size, heads.stop * size, device="cpu")
             for heads, size in ((keys, self.K), (values, self.V))
         )
-        if self.conv_width == 1:
-            channels = ()
-        elif self.variant == "kda":
+        size = self.H * self.K
+        channels: tuple[Tensor, ...] = (torch.cat([q, q + size, v + 2 * size]),)
+        if self.variant == "kda":
             channels = q, q, v
-        else:
-            size = self.H * self.K
-            channels = (torch.cat([q, q + size, v + 2 * size]),)
-        return Shard(keys, values, channels)
+        return Shard(keys, values, channels if self.conv_width > 1 else ())
 
 
 def positive(owner: str, name: str, value: int) -> None:

@@ -9,7 +9,7 @@ in front of the op's own stops the device.
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ _STORING = ("verify", "store")
 # A row a lane of one warp, so that the thread that stops names the row.
 _BLOCK = 32
 
-Given = dict[str, Tensor | None]
+Given = dict[str, Any]  # a call's arguments by name
 
 
 class Rule(NamedTuple):
@@ -141,8 +141,11 @@ def rules(op: str, given: Given, sizes: dict[str, int]) -> Iterator[Rule]:
         yield from _commit(op, given, sizes, slots, rows)
 
 
-def _rows(given: Given, slots: Tensor | None) -> tuple[str, Tensor]:
-    """Each request's row of the windows or snapshots, and the argument it is from."""
+def _rows(given: Given, slots: Any) -> tuple[str, Tensor]:
+    """Each request's row of the windows or snapshots, and the argument it is from.
+
+    slots is None for store alone, whose rows are given.
+    """
     for name in ("window_indices", "source_indices"):
         if given.get(name) is not None:
             return name, given[name].long()
@@ -158,9 +161,11 @@ def _commit(
     if op == "scatter":
         name, first, last = "step_indices", -1, sizes["D"] - 1
     else:
-        name, first, last = "accept_lens", 0, sizes.get("T", sizes.get("D"))
-        if last is None:  # conv_commit's sliding window
+        name, first = "accept_lens", 0
+        if "D+W-2" in sizes:  # conv_commit's sliding window
             last = sizes["D+W-2"] - sizes["W-1"] + 1
+        else:
+            last = sizes["T"] if "T" in sizes else sizes["D"]
     lens = given[name].long()
     fits = (slots < 0) | ((first <= lens) & (lens <= last))
     yield Rule(name, lens, fits, f"is not {first} to {last}, as the window has it")

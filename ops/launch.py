@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     kernel: Any
     programs: tuple[int, int, int]
     scalars: tuple[int | float, ...]
-    constants: dict[str, int | bool]
+    constants: dict[str, int | bool | str]
     warps: int
     outputs: tuple[tuple[Sequence[int], torch.dtype], ...] = ()
 
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 def launcher(
-    check: Callable[..., None],
+    check: Callable[..., object],
     arrange: Callable[..., tuple[tuple[Tensor | None, ...], tuple]],
     plan: Callable[..., Plan],
 ) -> Callable:

@@ -61,6 +61,15 @@ def called(path: Path) -> Iterator[str]:
 
 def test_nothing_shipped_imports_pickle_or_a_network():
     found = [(p.name, m) for p in SHIPPED for m in imported(p) if m in MODULES]
+    # Its classes alone: they are built from configurations, and nothing is downloaded.
+    assert {m for p, m in found if p.startswith("hf")} <= {"transformers"}
+    assert [(p, m) for p, m in found if not p.startswith("hf")] == []
+
+
+def test_no_tool_asks_a_hub_for_anything():
+    found = [
+        (p.name, name) for p in SHIPPED for name in called(p) if "from_pretrained" in name
+    ]
     assert found == []
 
 
