@@ -56,10 +56,7 @@ def same(ours: Case, theirs: Case, error: float) -> bool:
 def fold_like_sglang(shape: Shape, device: str) -> bool:
     """Fold, conv states and tracking, by SGLang's fold of the same variant."""
     ours, theirs = Case(shape, device), Case(shape, device)
-    sglang_bridge.commit(
-        Route("kda_fold" if shape.kda else "gdn_fold", "a test's"), ours.spec_state,
-        ours.state_indices, ours.last_steps, **ours.tracks, source_rows=ours.source_rows,
-    )  # fmt: skip
+    _commit(ours, _fold_of(shape), ours.tracks)
     _fold_by_sglang(theirs)
     return same(ours, theirs, ERROR)
 
@@ -69,10 +66,7 @@ def scatter_like_sglang(shape: Shape, device: str) -> bool:
     ours, theirs = Case(shape, device), Case(shape, device)
     for case in (ours, theirs):
         case.add_snapshots()
-    sglang_bridge.commit(
-        Route("scatter", "a test's"), ours.spec_state, ours.state_indices,
-        ours.last_steps, **ours.tracks, source_rows=ours.source_rows,
-    )  # fmt: skip
+    _commit(ours, "scatter", ours.tracks)
     _scatter_by_sglang(theirs)
     return same(ours, theirs, 0)
 
@@ -80,10 +74,7 @@ def scatter_like_sglang(shape: Shape, device: str) -> bool:
 def fold_like_sglangs_scatter(shape: Shape, device: str) -> bool:
     """A fold leaves what SGLang's path without replay leaves, snapshots apart."""
     ours, theirs = Case(shape, device), Case(shape, device)
-    sglang_bridge.commit(
-        Route("kda_fold" if shape.kda else "gdn_fold", "a test's"), ours.spec_state,
-        ours.state_indices, ours.last_steps, **ours.tracks, source_rows=ours.source_rows,
-    )  # fmt: skip
+    _commit(ours, _fold_of(shape), ours.tracks)
     theirs.add_snapshots()
     _scatter_by_sglang(theirs)
     return same(ours, theirs, ERROR)
@@ -116,10 +107,7 @@ def decode_like_fla(shape: Shape, device: str) -> bool:
         )  # fmt: skip
         g, beta = ops.gate(a, b, A_log, dt_bias)
         if layer == m.L - 1:
-            sglang_bridge.commit(
-                Route("kda_fold" if m.kda else "gdn_fold", "a test's"), c.spec_state,
-                c.state_indices, c.last_steps, source_rows=c.source_rows,
-            )  # fmt: skip
+            _commit(c, _fold_of(m), {})
         for i, slot in c.live:
             n = m.accept_lens[i]
             if n == 0:
@@ -143,8 +131,20 @@ def decode_like_fla(shape: Shape, device: str) -> bool:
     return equal
 
 
+def _fold_of(shape: Shape) -> str:
+    return "kda_fold" if shape.kda else "gdn_fold"
+
+
+def _commit(c: Case, way: str, tracks: dict[str, torch.Tensor]) -> None:
+    """By the bridge."""
+    sglang_bridge.commit(
+        Route(way, "a test's"), c.spec_state, c.state_indices, c.last_steps, **tracks,
+        source_rows=c.source_rows,
+    )  # fmt: skip
+
+
 def _fold_by_sglang(c: Case) -> None:
-    module = peer_sglang._load(FOLDER, FOLDS[c.shape.kda])
+    module = peer_sglang.load(FOLDER, FOLDS[c.shape.kda])
     call = (
         module.commit_kda_replayssm_after_verify if c.shape.kda
         else module.commit_gdn_replayssm_fold_after_verify
@@ -159,7 +159,7 @@ def _fold_by_sglang(c: Case) -> None:
 
 def _scatter_by_sglang(c: Case) -> None:
     name = f"{peer_sglang.OPS}.mamba.mamba_state_scatter_triton"
-    peer_sglang._load(FOLDER, name).scatter_mamba_states_after_mtp_verify(
+    peer_sglang.load(FOLDER, name).scatter_mamba_states_after_mtp_verify(
         c.spec_state, c.state_indices, c.last_steps, c.track_indices, c.track_steps,
         src_indices_raw=c.source_rows,
     )  # fmt: skip
@@ -207,7 +207,7 @@ if __name__ == "__main__":
         from interpreted_peers import help_the_interpreter
 
         for name in FOLDS.values():
-            peer_sglang._load(FOLDER, name)
+            peer_sglang.load(FOLDER, name)
         help_the_interpreter()
     for label, shape in SHAPES[device].items():
         for check in CHECKS:

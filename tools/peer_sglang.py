@@ -23,7 +23,7 @@ def _not_here(*_, **__):
     raise NotImplementedError("this part of SGLang is not stood in for")
 
 
-def _load(folder: Path, module: str) -> ModuleType:
+def load(folder: Path, module: str) -> ModuleType:
     """A kernel file, with the predicates that it asks its engine for answered here."""
     shell(
         folder, "sglang", "sglang.srt", "sglang.kernels", "sglang.kernels.jit", OPS,
@@ -52,7 +52,7 @@ def _load(folder: Path, module: str) -> ModuleType:
 
 
 def _recurrent(folder: Path) -> Callable[..., Callable]:
-    recurrent = _load(folder, f"{LINEAR}.fused_sigmoid_gating_recurrent")
+    recurrent = load(folder, f"{LINEAR}.fused_sigmoid_gating_recurrent")
 
     def verify_of(p: "Problem", state: torch.Tensor) -> Callable[..., torch.Tensor]:
         """verify(layer, **options for what it keeps): outputs [N, HV, V]."""
@@ -94,8 +94,8 @@ def _conv_pools(op: str, p: "Problem") -> dict[str, list[torch.Tensor]]:
 def exact(folder: Path) -> Prepare:
     """Recurrent verify with a ring of raw rows, their replay, and packed decode."""
     verify_of, decode = _recurrent(folder), _decode(folder)
-    gdn = _load(folder, f"{LINEAR}.gdn_replayssm_spec_fold")
-    kda = _load(folder, f"{LINEAR}.kda_replayssm_spec_decode")
+    gdn = load(folder, f"{LINEAR}.gdn_replayssm_spec_fold")
+    kda = load(folder, f"{LINEAR}.kda_replayssm_spec_decode")
 
     def prepare(op: str, p: "Problem") -> Prepared | None:
         if op == "decode":
@@ -139,8 +139,8 @@ def exact(folder: Path) -> Prepare:
 
 
 def _decode(folder: Path) -> Callable[["Problem"], Prepared | None]:
-    kernels = _load(folder, f"{OPS}.attention.fla.fused_recurrent")
-    jit_takes = _load(folder, f"{OPS}.attention.kda_packed_decode").covered
+    kernels = load(folder, f"{OPS}.attention.fla.fused_recurrent")
+    jit_takes = load(folder, f"{OPS}.attention.kda_packed_decode").covered
 
     def prepare(p: "Problem") -> Prepared | None:
         m, B = p.model, p.B
@@ -187,8 +187,8 @@ def pending_rows(length: int, D: int, L: int, accept_lens: torch.Tensor) -> torc
 
 def circular(length: int, folder: Path) -> Prepare:
     """Chunked verify on a ring of `length` rows, some of them committed but pending."""
-    kernels = _load(folder, f"{LINEAR}.gdn_replayssm_spec_decode")
-    scatter = _load(folder, f"{OPS}.mamba.mamba_state_scatter_triton")
+    kernels = load(folder, f"{LINEAR}.gdn_replayssm_spec_decode")
+    scatter = load(folder, f"{OPS}.mamba.mamba_state_scatter_triton")
 
     def prepare(op: str, p: "Problem") -> Prepared | None:
         """GDN with 2 D <= length; verify, commit and step.
@@ -265,7 +265,7 @@ def circular(length: int, folder: Path) -> Prepare:
 def snapshot(folder: Path) -> Prepare:
     """Recurrent verify with a state stored per draft token, and the accepted one's copy."""
     verify_of = _recurrent(folder)
-    scatter = _load(folder, f"{OPS}.mamba.mamba_state_scatter_triton")
+    scatter = load(folder, f"{OPS}.mamba.mamba_state_scatter_triton")
 
     def prepare(op: str, p: "Problem") -> Prepared | None:
         m = p.model

@@ -186,8 +186,8 @@ def effective(
     if L2NORM:
         inverse_k = inverse_norm(w_k)
         inverse_q = inverse_norm(w_q) * scale
-    w_k = _scale(w_k, inverse_k)
-    w_q = _scale(w_q, inverse_q)
+    w_k = _times(w_k, (inverse_k[:, None],))
+    w_q = _times(w_q, (inverse_q[:, None],))
     if GRAM:
         s_inverse = row_buffer(TB, 1)
         put(s_inverse, inverse_k[:, None])
@@ -247,12 +247,10 @@ def effective(
         m = m + (gl.where(o_t >= i, dot_q, 0.0),)
     if KDA:
         decay = get_chunks(s_decay, first, P)
-        w_k = _fade(w_k, decay, (o_t >= 0)[:, None])
-        w_q = _fade(w_q, decay, (o_t >= 0)[:, None])
     else:
-        fade = fade * s_decay[0].index(0).load(ROW)
-        w_k = _scale(w_k, fade)
-        w_q = _scale(w_q, fade)
+        decay = ((fade * s_decay[0].index(0).load(ROW))[:, None],)
+    w_k = _times(w_k, decay)
+    w_q = _times(w_q, decay)
     s_gram = row_buffer(TB, TX)
     put(s_gram, gram)
     _put_rows(s_r, w_k, 0, TB, TX)
@@ -330,19 +328,20 @@ def _put_rows(rows, tiles, first: gl.constexpr, TB: gl.constexpr, TX: gl.constex
 
 
 @gluon.jit
-def _scale(w, factor):
+def _times(w, factor):
+    """Chunks of w times a factor, one chunk or as many."""
     out = ()
     for c in gl.static_range(len(w)):
-        out = out + (w[c] * factor[:, None],)
+        out = out + (w[c] * factor[c % len(factor)],)
     return out
 
 
 @gluon.jit
 def _fade(w, decay, mask):
-    """Chunks of w times decay, one chunk or as many, where mask [rows, 1] holds."""
+    """Chunks of w times as many of decay, where mask [rows, 1] holds."""
     out = ()
     for c in gl.static_range(len(w)):
-        out = out + (w[c] * gl.where(mask, decay[c % len(decay)], 1.0),)
+        out = out + (w[c] * gl.where(mask, decay[c], 1.0),)
     return out
 
 
