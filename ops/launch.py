@@ -7,9 +7,11 @@ the launch itself, a few microseconds against a hundred.
 
 ``lowering`` holds the kernels ``recur`` (verify and decode), ``fold``, ``gate``,
 ``store`` and ``scatter`` and the tables ``recur_tile`` and ``fold_tile``; the tuned one
-also ``effective`` (verify, inexact) with ``effective_tile``. Its kernels start by
-programmatic dependent launch where ``lowering.pdl`` says that the card can: a chain of
-small ones then costs about a microsecond less at every link.
+also ``effective`` (verify, inexact) with ``effective_tile``. Its verify and decode start
+by programmatic dependent launch where ``lowering.pdl`` says that the card can: a chain of
+small ones then costs about a microsecond less at every link. fold does not: started on
+multiprocessors that are never idle, it would run with the split between shared memory
+and L1 that the kernel before it wanted, and took 11 % longer after ``effective``.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,11 +129,6 @@ def _block(tokens: int) -> int:
     return min(_MAX_BLOCK, 1 << max(tokens - 1, 0).bit_length())
 
 
-def _tuned(lowering: Any, **constants: bool) -> dict[str, bool]:
-    """Constants of the tuned kernels alone."""
-    return {} if lowering.pdl is None else {**constants, "PDL": lowering.pdl}
-
-
 def _one_pass(lowering: Any, state: Tensor, length: int) -> bool:
     """Whether verify's outputs may come from effective queries: by shape alone."""
     *_, V, K = state.shape
@@ -186,6 +183,7 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         BV, warps = lowering.effective_tile(HV, K, V, batch, block)
     else:
         BV, warps = lowering.recur_tile(HV, K, V, batch, kda, ragged)
+    tuned = {"ONE": not ragged and length <= block, "PDL": lowering.pdl}
     # Ragged batches get one row of programs more: it zeroes uncovered tokens.
     heads = HV * (batch + ragged) if tokens else 0
     return Plan(
@@ -204,7 +202,7 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": kda, "SAFE": lower_bound is not None,
             "L2NORM": use_qk_l2norm, "BV": BV, "TB": block, "NW": warps,
-            **_tuned(lowering, ONE=not ragged and length <= block),
+            **({} if lowering.pdl is None else tuned),
         },
         warps,
         ((v.shape, v.dtype),),
@@ -237,7 +235,6 @@ def fold(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": g_window.dim() - layered == 4,
             "L2NORM": use_qk_l2norm, "BV": BV, "TB": _block(capacity), "NW": warps,
-            **_tuned(lowering),
         },
         warps,
     )  # fmt: skip

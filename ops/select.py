@@ -71,7 +71,8 @@ def kernels(index: int) -> SimpleNamespace:
 def load(name: str) -> SimpleNamespace:
     """The kernels of a lowering: its own, and the copies and integer work of all.
 
-    ``pdl``: whether they start by programmatic dependent launch; None: they cannot.
+    ``pdl``: whether verify and decode start by programmatic dependent launch; None: they
+    cannot.
     """
     own = ("gluon", "effective") if name == "gluon" else (name,)
     modules = (

@@ -1,14 +1,16 @@
 """Every op once on the GPU, for a sanitizer to watch; run as a script.
 
-One allocation per tensor (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a neighbour's memory
+With ``--planted``, one kernel that writes past the end of its tensors instead. One allocation per tensor (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a neighbour's memory
 is nobody's, and device-wide waits only at the end.
 """
 
 import functools
+import sys
 
 import torch
 
 import calls
+from replayssm.ops import launch, select
 
 # The matrix's small heads are one tile of one warp group; these take several, the widest
 # rows, more than one block of tokens, and the inexact kernel's both sizes.
@@ -27,6 +29,20 @@ MORE = {
 }  # fmt: skip
 
 
+def planted() -> None:
+    """gate, told of 64 KiB more than there is."""
+    a, b = torch.zeros(2, 1, 4, device="cuda")
+    vector = torch.zeros(4, device="cuda")
+    tensors = (a, b, vector, vector)
+    plan = launch.gate(select.kernels(0), tensors, (None,))
+    lower_bound, elements, *strides = plan.scalars
+    plan = plan._replace(
+        programs=(65, 1, 1), scalars=(lower_bound, elements + 2**14, *strides)
+    )
+    plan.compile_and_launch(tensors, [torch.empty_like(a), torch.empty_like(b)])
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     for label, build in (calls.CALLS | MORE).items():
         if label.startswith("fold-") and label in MORE:
@@ -38,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    planted() if "--planted" in sys.argv else main()

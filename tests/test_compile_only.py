@@ -138,7 +138,7 @@ def test_no_inexact_shape_spills_or_needs_more_than_a_small_card_has(K, V, D, kd
     assert kernel.metadata.shared <= 99 * 1024  # sm_86, sm_89 and sm_120
 
 
-@pytest.mark.parametrize("op", ["verify", "inexact", "ragged", "decode", "track"])
+@pytest.mark.parametrize("op", ["verify", "inexact", "ragged", "decode"])
 def test_an_overlapping_kernel_waits_before_it_touches_memory(op):
     """Programmatic dependent launch: nothing may come before the wait, and the next
     kernel may start only after it, or kernels would overtake each other."""

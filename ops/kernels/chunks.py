@@ -99,6 +99,37 @@ def store_chunks(p_row, o_k, mask_row, tiles, K: gl.constexpr):
 
 
 @gluon.jit
+def store_window(
+    k_window, v_window, g_window, beta_window, row, n, t0, T, kw_s, vw_s, gw_s, bw_s,
+    b_k, b_v, b_g, beta, o_t, o_pk, o_vt, o_pv, i_v, i_hv,
+    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    KDA: gl.constexpr, BV: gl.constexpr,
+):  # fmt: skip
+    """A block of a request's tokens, from its t0 on and before n, into its window.
+
+    Every program of a head writes its values, the first one the head's gates, and of
+    the heads that share a key one the keys.
+    """
+    mask = t0 + o_t < n
+    if i_v == 0:
+        i_h = i_hv // (HV // H)
+        if i_hv % (HV // H) == 0:
+            p_k = k_window + row * kw_s + (i_h * T + t0 + o_t) * K
+            store_chunks(p_k, o_pk, mask, b_k, K)
+        o_gate = i_hv * T + t0 + o_t
+        gl.store(beta_window + row * bw_s + o_gate, beta, mask=mask)
+        if KDA:
+            store_chunks(g_window + row * gw_s + o_gate * K, o_pk, mask, b_g, K)
+        else:
+            gl.store(g_window + row * gw_s + o_gate[:, None], b_g[0], mask=mask[:, None])
+    mask_v = (t0 + o_vt < n)[:, None]
+    if V % BV != 0:
+        mask_v = mask_v & (o_pv < V)[None, :]
+    p_v = v_window + row * vw_s + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :]
+    gl.store(p_v, b_v, mask=mask_v)
+
+
+@gluon.jit
 def load_state(p_row, o_k, mask_row, K: gl.constexpr):
     raw = load_chunks(p_row, o_k, mask_row, K)
     out = ()

@@ -27,7 +27,7 @@ from .chunks import (
     put,
     put_chunks,
     row_buffer,
-    store_chunks,
+    store_window,
     token_layout,
     value_layout,
     zero_tokens,
@@ -286,20 +286,11 @@ def effective(
         s_q = s_q + (gl.allocate_shared_memory(gl.float32, [TX, 32], SHARED, q_c),)
 
     stored = gl.where((row >= 0) & (row < R), gl.minimum(D, T), 0)
-    mask_w = o_t < stored
-    if i_v == 0:
-        if i_hv % (HV // H) == 0:
-            p_kw = k_window + row * kw_s + (i_h * T + o_t) * K
-            store_chunks(p_kw, o_pk, mask_w, b_k, K)
-        o_gate = i_hv * T + o_t
-        gl.store(beta_window + row * bw_s + o_gate, beta, mask=mask_w)
-        if KDA:
-            store_chunks(g_window + row * gw_s + o_gate * K, o_pk, mask_w, b_g, K)
-        else:
-            p_g = g_window + row * gw_s + o_gate[:, None]
-            gl.store(p_g, b_g[0], mask=mask_w[:, None])
-    p_vw = v_window + row * vw_s + (i_hv * T + o_vt)[:, None] * V + o_pv[None, :]
-    gl.store(p_vw, b_v, mask=(o_vt < stored)[:, None])
+    store_window(
+        k_window, v_window, g_window, beta_window, row, stored, 0, T,
+        kw_s, vw_s, gw_s, bw_s, b_k, b_v, b_g, beta,
+        o_t, o_pk, o_vt, o_pv, i_v, i_hv, H, HV, K, V, KDA, BV,
+    )  # fmt: skip
 
     async_copy.wait_group(0)
     barrier()

@@ -23,6 +23,7 @@ from .chunks import (
     row_buffer,
     state_layout,
     store_chunks,
+    store_window,
     token_layout,
     value_layout,
     zero_tokens,
@@ -40,22 +41,30 @@ from .step import (
 
 @gluon.jit
 def _load_tokens(
-    p_k, p_q, p_v, p_a, p_b, k_n, q_n, v_n, a_n, b_n, start, n, o_t, o_pk, o_vt, o_pv,
+    p_k, p_q, p_v, p_a, p_b, p_dt, k_n, q_n, v_n, a_n, b_n, dt_k, start, n,
+    o_t, o_pk, o_vt, o_pv,
     K: gl.constexpr, V: gl.constexpr, KDA: gl.constexpr,
 ):  # fmt: skip
-    """k, q, v, a and b of TB tokens from start, as they lie in memory; zero from n on."""
+    """k, q, v, a, b and dt_bias of TB tokens from start, as they lie in memory; zero from
+    n on."""
     mask = o_t < n
     token = (start + o_t).to(gl.int64)
     b_k = load_chunks(p_k + token * k_n, o_pk, mask, K)
     b_q = load_chunks(p_q + token * q_n, o_pk, mask, K)
     if KDA:
         b_a = load_chunks(p_a + token * a_n, o_pk, mask, K)
+        b_dt = ()
+        for c in gl.static_range(len(b_a)):
+            o_k = c * 32 + o_pk
+            dt = gl.load(p_dt + o_k * dt_k, mask=o_k < K, other=0.0)
+            b_dt = b_dt + (dt[None, :],)
     else:
         b_a = (gl.load((p_a + token * a_n)[:, None], mask=mask[:, None], other=0.0),)
+        b_dt = (gl.load(p_dt),)
     b_b = gl.load(p_b + token * b_n, mask=mask, other=0.0)
     p_v = p_v + ((start + o_vt).to(gl.int64) * v_n)[:, None] + o_pv[None, :]
     b_v = gl.load(p_v, mask=(o_vt < n)[:, None] & (o_pv < V)[None, :], other=0.0)
-    return b_k, b_q, b_v, b_a, b_b
+    return b_k, b_q, b_v, b_a, b_b, b_dt
 
 
 @gluon.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "cu_s", "wi_s"])
@@ -82,7 +91,6 @@ def recur(
     LV: gl.constexpr = gl.SliceLayout(1, L)
     NV: gl.constexpr = (V + BV - 1) // BV
     KC: gl.constexpr = (K + 31) // 32
-    AHEAD: gl.constexpr = ONE
     pid = gl.program_id(0)
     i_v = pid % NV
     i_hv = (pid // NV) % HV
@@ -115,20 +123,12 @@ def recur(
     o_vt = gl.arange(0, TB, layout=gl.SliceLayout(1, PV))
     o_pv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, PV))
     p_k, p_q, p_v = k + i_h * k_h, q + i_h * q_h, v + i_hv * v_h
-    p_a, p_b = a + i_hv * a_h, b + i_hv * b_h
-    b_dt = ()
-    if KDA:
-        for c in gl.static_range(KC):
-            p_dt = dt_bias + i_hv * dt_h + (c * 32 + o_pk) * dt_k
-            dt = gl.load(p_dt, mask=c * 32 + o_pk < K, other=0.0)
-            b_dt = b_dt + (dt[None, :],)
-    else:
-        b_dt = b_dt + (gl.load(dt_bias + i_hv * dt_h),)
-    if AHEAD:  # their arithmetic then hides the state's way here
-        b_k, b_q, b_v, b_a, b_b = _load_tokens(
-            p_k, p_q, p_v, p_a, p_b, k_n, q_n, v_n, a_n, b_n,
-            start, n, o_t, o_pk, o_vt, o_pv, K, V, KDA,
-        )  # fmt: skip
+    p_a, p_b, p_dt = a + i_hv * a_h, b + i_hv * b_h, dt_bias + i_hv * dt_h
+    # The first block before the state, whose way here its arithmetic then hides.
+    first = _load_tokens(
+        p_k, p_q, p_v, p_a, p_b, p_dt, k_n, q_n, v_n, a_n, b_n, dt_k,
+        start, n, o_t, o_pk, o_vt, o_pv, K, V, KDA,
+    )  # fmt: skip
     if (slot < 0) | (slot >= S):
         zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
         return
@@ -143,52 +143,44 @@ def recur(
     rate = decay_rate(b_A)
     stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
 
-    for t0 in range(0, TB if ONE else n, TB):
-        if not AHEAD:
-            b_k, b_q, b_v, b_a, b_b = _load_tokens(
-                p_k, p_q, p_v, p_a, p_b, k_n, q_n, v_n, a_n, b_n,
-                start + t0, n - t0, o_t, o_pk, o_vt, o_pv, K, V, KDA,
-            )  # fmt: skip
-        beta = sigmoid(b_b.to(gl.float32))
-        b_g = ()
-        for c in gl.static_range(len(b_a)):
-            b_g = b_g + (log_decay(b_a[c], b_dt[c], rate, lower_bound, SAFE),)
-        if k_window is not None:
-            mask_w = t0 + o_t < stored
-            if i_v == 0:
-                if i_hv % (HV // H) == 0:
-                    p_kw = k_window + row * kw_s + (i_h * T + t0 + o_t) * K
-                    store_chunks(p_kw, o_pk, mask_w, b_k, K)
-                o_gate = i_hv * T + t0 + o_t
-                gl.store(beta_window + row * bw_s + o_gate, beta, mask=mask_w)
-                if KDA:
-                    store_chunks(g_window + row * gw_s + o_gate * K, o_pk, mask_w, b_g, K)
-                else:
-                    p_g = g_window + row * gw_s + o_gate[:, None]
-                    gl.store(p_g, b_g[0], mask=mask_w[:, None])
-            p_vw = (
-                v_window + row * vw_s + (i_hv * T + t0 + o_vt)[:, None] * V + o_pv[None, :]
-            )
-            mask_vw = (t0 + o_vt < stored)[:, None] & (o_pv < V)[None, :]
-            gl.store(p_vw, b_v, mask=mask_vw)
-
-        decay = ()
-        for c in gl.static_range(len(b_g)):
-            decay = decay + (exp(b_g[c]),)
-        put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
-        put_chunks(s_q, normalized(b_q, scale, L2NORM))
-        put_chunks(s_decay, decay)
-        put(s_v, b_v.to(gl.float32))
-        put(s_beta, beta[:, None])
-        barrier()  # here, or triton puts one before the first read: inside the loop
-        for t in range(gl.minimum(n - t0, TB)):
-            h = advance(
-                h, get_chunks(s_k, t, L), get_chunks(s_decay, t, L),
-                s_v.index(t).load(LV), s_beta.index(t).load(LV),
-            )  # fmt: skip
-            b_o = dot_rows(h, get_chunks(s_q, t, L))
-            p_o = o + ((start + t0 + t).to(gl.int64) * HV + i_hv) * V + o_v
-            gl.store(p_o, b_o.to(o.dtype.element_ty), mask=mask_v)
+    # The first block by itself, then any others in a loop.
+    for later in gl.static_range(1 if ONE else 2):
+        for t0 in range(TB if later else 0, n if later else TB, TB):
+            if later:
+                tokens = _load_tokens(
+                    p_k, p_q, p_v, p_a, p_b, p_dt, k_n, q_n, v_n, a_n, b_n, dt_k,
+                    start + t0, n - t0, o_t, o_pk, o_vt, o_pv, K, V, KDA,
+                )  # fmt: skip
+            else:
+                tokens = first
+            b_k, b_q, b_v, b_a, b_b, b_dt = tokens
+            beta = sigmoid(b_b.to(gl.float32))
+            b_g = ()
+            for c in gl.static_range(len(b_a)):
+                b_g = b_g + (log_decay(b_a[c], b_dt[c], rate, lower_bound, SAFE),)
+            if k_window is not None:
+                store_window(
+                    k_window, v_window, g_window, beta_window, row, stored, t0, T,
+                    kw_s, vw_s, gw_s, bw_s, b_k, b_v, b_g, beta,
+                    o_t, o_pk, o_vt, o_pv, i_v, i_hv, H, HV, K, V, KDA, BV,
+                )  # fmt: skip
+            decay = ()
+            for c in gl.static_range(len(b_g)):
+                decay = decay + (exp(b_g[c]),)
+            put_chunks(s_decay, decay)
+            put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
+            put_chunks(s_q, normalized(b_q, scale, L2NORM))
+            put(s_v, b_v.to(gl.float32))
+            put(s_beta, beta[:, None])
+            barrier()  # here, or triton puts one before the first read: inside the loop
+            for t in range(gl.minimum(n - t0, TB)):
+                h = advance(
+                    h, get_chunks(s_k, t, L), get_chunks(s_decay, t, L),
+                    s_v.index(t).load(LV), s_beta.index(t).load(LV),
+                )  # fmt: skip
+                b_o = dot_rows(h, get_chunks(s_q, t, L))
+                p_o = o + ((start + t0 + t).to(gl.int64) * HV + i_hv) * V + o_v
+                gl.store(p_o, b_o.to(o.dtype.element_ty), mask=mask_v)
     if k_window is None:
         store_chunks(p_state, o_k, mask_v, h, K)
 
@@ -202,10 +194,8 @@ def fold(
     si_s, ac_s, wi_s, ti_s, ts_s,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     KDA: gl.constexpr, L2NORM: gl.constexpr,
-    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr,
+    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        overlap()
     L: gl.constexpr = state_layout(BV, NW)
     P: gl.constexpr = token_layout(NW)
     PV: gl.constexpr = value_layout(BV, NW)
@@ -327,9 +317,19 @@ def recur_tile(
     (1343). Four programs of (64, 2) fit on a multiprocessor: 264 heads are one round of
     them, 384 one and a half.
 
-    Ragged, GDN, which loops over blocks (30 layers of 16/32 heads, 32 / 256 / 1024 / 4096
-    heads): (16, 2): 171 / 508 / 1566 / 5558; (32, 2): 194 / 558 / 1485 / 4989; (64, 2):
-    248 / 462 / 1548 / 4826.
+    Ragged, where later blocks of tokens may follow (GDN at 192, 384, 576, 768 and 1536 heads:
+    48 layers of 16/48; KDA at 12, 96 and 384: 69 layers of 12/12):
+
+    heads     32   128  192  256  384   576   768   1024  1536  4096
+    GDN
+    (32, 2)   170  311  513  502  907   1268  1610  1316  2933  4668
+    (64, 2)   225  316  628  421  1080  1441  1662  1380  3041  4635
+    heads     12   32   96   256  384   1024  4096
+    KDA
+    (32, 2)   407  140  589  348  1672  1252  4610
+    (64, 2)   585  185  623  290  1683  975   3468
+
+    and with half of the tokens, as compact has them, at 384 heads of KDA 1294 and 1204.
     """
     heads = batch * HV
     if kda and K > 224:  # (16, 2) spills with triton 3.6
@@ -337,9 +337,11 @@ def recur_tile(
     elif heads < (64 if kda else 128):
         tile = (16, 2)
     elif kda:
-        tile = (64, 2) if 192 <= heads < 320 or heads >= 512 else (32, 2)
+        wide = heads >= 192 if ragged else 192 <= heads < 320 or heads >= 512
+        tile = (64, 2) if wide else (32, 2)
     else:
-        tile = (64, 2) if ragged and not 512 <= heads < 2048 else (32, 2)
+        wide = ragged and (198 < heads <= 264 or heads >= 2048)
+        tile = (64, 2) if wide else (32, 2)
     return _fit(K, V, *tile, 128 if K <= 128 else 64)
 
 
