@@ -7,11 +7,12 @@ the launch itself, a few microseconds against a hundred.
 
 ``lowering`` holds the kernels ``recur`` (verify and decode), ``fold``, ``gate``,
 ``store`` and ``scatter`` and the tables ``recur_tile`` and ``fold_tile``; the tuned one
-also ``effective`` (verify, inexact) with ``effective_tile``. Its verify and decode start
-by programmatic dependent launch where ``lowering.pdl`` says that the card can: a chain of
-small ones then costs about a microsecond less at every link. fold does not: started on
-multiprocessors that are never idle, it would run with the split between shared memory
-and L1 that the kernel before it wanted, and took 11 % longer after ``effective``.
+also ``effective`` (verify, inexact) with ``effective_tile``. Where ``lowering.pdl`` says
+that the card can, its verify and decode start by programmatic dependent launch while
+there are few heads (``overlaps``): a chain of small ones then costs about a microsecond
+less at every link. fold never does: started on multiprocessors that are never idle, it
+would run with the split between shared memory and L1 that the kernel before it wanted,
+and took 11 % longer after ``effective``.
 """
 
 from collections.abc import Callable, Sequence
@@ -183,7 +184,11 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         BV, warps = lowering.effective_tile(HV, K, V, batch, block)
     else:
         BV, warps = lowering.recur_tile(HV, K, V, batch, kda, ragged)
-    tuned = {"ONE": not ragged and length <= block, "PDL": lowering.pdl}
+    tuned = {}
+    if lowering.pdl is not None:
+        inexact = kernel is not lowering.recur
+        tuned["ONE"] = not ragged and length <= block
+        tuned["PDL"] = lowering.pdl and lowering.overlaps(HV * batch, kda, inexact)
     # Ragged batches get one row of programs more: it zeroes uncovered tokens.
     heads = HV * (batch + ragged) if tokens else 0
     return Plan(
@@ -202,7 +207,7 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         {
             "H": H, "HV": HV, "K": K, "V": V, "KDA": kda, "SAFE": lower_bound is not None,
             "L2NORM": use_qk_l2norm, "BV": BV, "TB": block, "NW": warps,
-            **({} if lowering.pdl is None else tuned),
+            **tuned,
         },
         warps,
         ((v.shape, v.dtype),),

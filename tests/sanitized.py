@@ -1,7 +1,8 @@
 """Every op once on the GPU, for a sanitizer to watch; run as a script.
 
-With ``--planted``, one kernel that writes past the end of its tensors instead. One allocation per tensor (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a neighbour's memory
-is nobody's, and device-wide waits only at the end.
+With ``--planted``, one kernel that goes past the end of its tensors instead. Run it with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1: one allocation per tensor, so that a neighbour's memory
+is nobody's.
 """
 
 import functools

@@ -92,6 +92,7 @@ def test_full_fills_in_only_what_is_not_asked_for(bench):
         ("--accept most", "--accept: must be a number, half, uniform or all, got most"),
         ("--model tiny --accept 4 5", "--accept: must be at most D = 4 of tiny, got 5"),
         ("--model gpt", "--model: invalid choice: 'gpt'"),
+        ("--append", "--append: needs --out FILE"),
         ("--op scatter", "--op: invalid choice: 'scatter'"),
     ],
 )

@@ -142,11 +142,13 @@ def test_no_inexact_shape_spills_or_needs_more_than_a_small_card_has(K, V, D, kd
 def test_an_overlapping_kernel_waits_before_it_touches_memory(op):
     """Programmatic dependent launch: nothing may come before the wait, and the next
     kernel may start only after it, or kernels would overtake each other."""
-    ptx = build("gluon", op, "90", pdl=True).asm["ptx"]
+    ptx = build("gluon", op, "90", pdl=True, B=1).asm["ptx"]
     order = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global|cp\.async|\bret\b", ptx)
     assert order[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
     assert order.count("griddepcontrol.wait") == 1
-    assert "griddepcontrol" not in build("gluon", op, "90").asm["ptx"]
+    for card_can, B in ((False, 1), (True, 32)):
+        ptx = build("gluon", op, "90", pdl=card_can, B=B).asm["ptx"]
+        assert "griddepcontrol" not in ptx
 
 
 def test_only_written_fma_is_contracted():

@@ -84,40 +84,40 @@ def test_overlapping_launches_change_no_bits(variant, exact):
 
 
 def test_no_launch_overtakes_the_one_before():
-    """A long chain in one CUDA graph, where each launch reads what the last one wrote:
-    the tokens come from a copy just before verify and are overwritten just after."""
+    """A long chain in one CUDA graph, where each launch reads what the last one wrote: the
+    state, and tokens that a copy writes just before and another just after."""
     p = make("cuda", "gdn", B=4, D=4, H=2, HV=6, K=128, V=128)
-    first, second = p, p.next_tokens(1)
-    shared = first.with_(
-        **{name: torch.empty_like(getattr(first, name)) for name in TOKENS}
-    )
+    sources, apart, start = (p, p.next_tokens(1)), kernels("gluon"), p.state.clone()
+    shared = p.with_(**{name: torch.empty_like(getattr(p, name)) for name in TOKENS})
     accept, outputs = p.indices([4, 2, 1, 0]), []
 
-    def step():
-        for source in (first, second):
+    def chain():
+        for source in sources:
             for name in TOKENS:
                 getattr(shared, name).copy_(getattr(source, name))
+            outputs.extend(shared.decode(t) for t in range(4))
             outputs.append(shared.verify())
             outputs.append(shared.verify(exact=False))
             shared.fold(accept)
 
-    want = p.copy()
-    for source in (first, second):
-        other = want.with_(**{name: getattr(source, name) for name in TOKENS})
-        outputs.append(other.verify())
-        outputs.append(other.verify(exact=False))
-        other.fold(accept)
-    expected, start = list(outputs), p.state.clone()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    expected, other = [], p.copy()
+    for source in sources:
+        other = other.with_(**{name: getattr(source, name) for name in TOKENS})
+        expected.extend(decode(apart, other, t) for t in range(4))
+        expected.append(verify(apart, other))
+        expected.append(verify(apart, other, exact=False))
+        fold(apart, other, accept)
+    chain()  # compiles
     outputs.clear()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
     for _ in range(1000):
         p.state.copy_(start)
         graph.replay()
     for got, right in zip(outputs, expected, strict=True):
         bits_equal(got, right, "outputs")
-    bits_equal(p.state, want.state, "state")
+    bits_equal(p.state, other.state, "state")
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,7 +13,6 @@ import sanitized
 from calls import CALLS
 
 SCRIPT = Path(sanitized.__file__)
-OURS = "recur|effective|fold|gate|store|scatter|accept|commit_indices|conv"
 
 
 def sanitizer() -> str | None:
@@ -29,8 +28,7 @@ def watched(tool: str, *arguments: str) -> tuple[int, str]:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
     done = subprocess.run(
         [program, f"--tool={tool}", "--target-processes=application-only",
-         "--error-exitcode=9", f"--kernel-regex=kns={OURS}", sys.executable, SCRIPT,
-         *arguments],
+         "--error-exitcode=9", sys.executable, SCRIPT, *arguments],
         capture_output=True, text=True, timeout=900,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )  # fmt: skip
@@ -56,4 +54,4 @@ def test_a_sanitizer_finds_nothing(tool):
 def test_a_sanitizer_watches_our_kernels():
     status, said = watched("memcheck", "--planted")
     assert status == 9, said
-    assert re.search(r"Invalid __global__ write.*\n.*\bgate\b", said), said
+    assert re.search(r"Invalid __global__ read.*\n.*\bgate\b", said), said

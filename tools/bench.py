@@ -69,6 +69,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FOLDER", help="where peers are installed; default: %(default)s",
     )  # fmt: skip
     add("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    add(
+        "--append", action="store_true",
+        help="keep the rows of FILE that this run does not measure; they must be of the "
+        "same card, versions and commit, and of a copy bandwidth within 1 %%",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.full:
         options.model = options.model or list(MODELS)
@@ -77,6 +82,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         options.accept = options.accept or ["half", "uniform", "all"]
     options.model = options.model or TARGETS
     options.batch = options.batch or [1, 8, 32, 128]
+    if options.append and not options.out:
+        parser.error("argument --append: needs --out FILE")
     if not all(1 <= B <= 256 for B in options.batch):
         parser.error(f"argument --batch: must be 1 to 256, got {options.batch}")
     if options.draft and min(options.draft) < 1:
@@ -134,21 +141,51 @@ def host_figures() -> dict[str, float]:
     }
 
 
+def identity(row: dict) -> tuple:
+    """What tells one figure from another."""
+    return tuple(row[name] for name in ("model", "op", "B", "D", "accept", "exact"))
+
+
+def earlier(file: Path, head: dict) -> dict:
+    """What an earlier run wrote; exits where that was not the same card and code."""
+    found = json.loads(file.read_text())
+    for name in ("card", "driver", "torch", "triton", "commit"):
+        if found.get(name) != head.get(name):
+            sys.exit(
+                f"--append: {file} has {name} {found.get(name)}, this run {head.get(name)}"
+            )
+    return found
+
+
 def run(bench: Bench, head: dict) -> dict:
     """Print every figure as it comes; returns, and writes, them all below the head."""
+    options, kept = bench.options, []
+    if options.append and options.out.exists():
+        found = earlier(options.out, head)
+        if abs(found["copy_gbs"] / bench.gbs - 1) > 0.01:
+            sys.exit(
+                f"--append: {options.out} has copy_gbs {found['copy_gbs']}, "
+                f"this run {bench.gbs:.0f}"
+            )
+        head, kept = found, found["rows"]
+        bench.left_out += found["left_out"]
     for name, reason in bench.missing.items():
         print(f"missing: {name}: {reason}")
     print(COLUMNS)
-    results = {**head, "copy_gbs": round(bench.gbs), "missing": bench.missing,
+    results = {"copy_gbs": round(bench.gbs), "missing": {}, **head,
                "left_out": bench.left_out, "rows": []}  # fmt: skip
+    results["missing"] |= bench.missing
+    new = []
     try:
-        for name, model in shapes(bench.options):
+        for name, model in shapes(options):
             for row in bench.figures(name, model):
-                results["rows"].append(row)
+                new.append(row)
                 print(line(row, bench.gbs), flush=True)
     finally:  # what was measured before a failure is kept
-        if bench.options.out:
-            bench.options.out.write_text(json.dumps(results, indent=1) + "\n")
+        measured = {identity(row) for row in new}
+        results["rows"] = [row for row in kept if identity(row) not in measured] + new
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
     return results
 
 

@@ -124,8 +124,8 @@ def recur(
     o_pv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(0, PV))
     p_k, p_q, p_v = k + i_h * k_h, q + i_h * q_h, v + i_hv * v_h
     p_a, p_b, p_dt = a + i_hv * a_h, b + i_hv * b_h, dt_bias + i_hv * dt_h
-    # The first block before the state, whose way here its arithmetic then hides.
-    first = _load_tokens(
+    # The first TB tokens before the state, whose way here their arithmetic then hides.
+    ahead = _load_tokens(
         p_k, p_q, p_v, p_a, p_b, p_dt, k_n, q_n, v_n, a_n, b_n, dt_k,
         start, n, o_t, o_pk, o_vt, o_pv, K, V, KDA,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def recur(
     rate = decay_rate(b_A)
     stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
 
-    # The first block by itself, then any others in a loop.
+    # The first TB tokens by themselves, then any others in a loop.
     for later in gl.static_range(1 if ONE else 2):
         for t0 in range(TB if later else 0, n if later else TB, TB):
             if later:
@@ -152,7 +152,7 @@ def recur(
                     start + t0, n - t0, o_t, o_pk, o_vt, o_pv, K, V, KDA,
                 )  # fmt: skip
             else:
-                tokens = first
+                tokens = ahead
             b_k, b_q, b_v, b_a, b_b, b_dt = tokens
             beta = sigmoid(b_b.to(gl.float32))
             b_g = ()
@@ -317,32 +317,54 @@ def recur_tile(
     (1343). Four programs of (64, 2) fit on a multiprocessor: 264 heads are one round of
     them, 384 one and a half.
 
-    Ragged, where later blocks of tokens may follow (GDN at 192, 384, 576, 768 and 1536 heads:
-    48 layers of 16/48; KDA at 12, 96 and 384: 69 layers of 12/12):
+    Ragged, where later blocks of tokens may follow, full rows (half of the tokens, as
+    compact has them); GDN at 192, 384, 576, 768 and 1536 heads: 48 layers of 16/48; KDA at
+    12, 96 and 384: 69 layers of 12/12:
 
-    heads     32   128  192  256  384   576   768   1024  1536  4096
+    heads     32         128        192        256        384         576    1024   4096
     GDN
-    (32, 2)   170  311  513  502  907   1268  1610  1316  2933  4668
-    (64, 2)   225  316  628  421  1080  1441  1662  1380  3041  4635
-    heads     12   32   96   256  384   1024  4096
+    (16, 2)   166 (123)  250 (209)  628 (479)  418 (327)  1012 (765)  1454   1515   5713
+    (32, 2)   168 (122)  311 (242)  513 (433)  500 (352)  907 (693)   1268   1316   4668
+    (64, 2)   219 (152)  316 (226)  628 (507)  415 (349)  1080 (757)  1441   1380   4635
+    heads     12         32         96         256        384          1024   4096
     KDA
-    (32, 2)   407  140  589  348  1672  1252  4610
-    (64, 2)   585  185  623  290  1683  975   3468
-
-    and with half of the tokens, as compact has them, at 384 heads of KDA 1294 and 1204.
+    (16, 2)   366 (289)  154 (119)  623 (535)  456 (360)  2158 (1694)  2050   7806
+    (32, 2)   408 (309)  139 (107)  589 (493)  347 (286)  1672 (1294)  1252   4610
+    (64, 2)   583 (433)  181 (137)  623 (533)  292 (246)  1683 (1204)  975    3468
     """
     heads = batch * HV
     if kda and K > 224:  # (16, 2) spills with triton 3.6
         tile = (16, 4)
-    elif heads < (64 if kda else 128):
-        tile = (16, 2)
+    elif kda and ragged:
+        tile = (16 if heads < 24 else 32 if heads < 192 else 64, 2)
     elif kda:
-        wide = heads >= 192 if ragged else 192 <= heads < 320 or heads >= 512
-        tile = (64, 2) if wide else (32, 2)
+        wide = 192 <= heads < 320 or heads >= 512
+        tile = (16 if heads < 64 else 64 if wide else 32, 2)
+    elif ragged:  # 198 heads are one round of (32, 2), 264 of (64, 2)
+        small = heads < 160 or 198 < heads <= 264
+        tile = (16 if small else 64 if heads >= 2048 else 32, 2)
     else:
-        wide = ragged and (198 < heads <= 264 or heads >= 2048)
-        tile = (64, 2) if wide else (32, 2)
+        tile = (16 if heads < 128 else 32, 2)
     return _fit(K, V, *tile, 128 if K <= 128 else 64)
+
+
+def overlaps(heads: int, kda: bool, inexact: bool) -> bool:
+    """Whether verify and decode start by programmatic dependent launch, by heads in flight.
+
+    H200, us with it (without); verify, D = 8, layers as above:
+
+    heads                 32         256        1024         4096
+    GDN                   144 (164)  402 (425)  1223 (1245)  4426 (4441)
+    GDN, inexact          128 (146)  250 (259)  727 (739)    2374 (2385)
+    KDA                   121 (131)  282 (304)  961 (975)    3377 (3386)
+    KDA, inexact          104 (116)  197 (181)  534 (549)    1766 (1777)
+    GDN, exact and inexact in turn
+                          276 (305)  631 (643)  2132 (2004)  7159 (6836)
+
+    In turn, as after any kernel with much shared memory, many programs run with the split
+    between shared memory and L1 that the kernel before them wanted.
+    """
+    return heads < (192 if kda and inexact else 512)
 
 
 def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
