@@ -78,17 +78,18 @@ def compiled(made: launch.Plan, arguments: list, target: str) -> Any:
     return triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
 
 
-def usage(kernel: Any) -> Usage:
-    """Registers and spilled bytes of an sm_90 kernel, from triton's own ptxas."""
+def usage(kernel: Any, target: str = "90") -> Usage:
+    """Registers and spilled bytes of a kernel for sm_<target>, from triton's own ptxas."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     # Newer tritons emit PTX that only their second, newer ptxas reads.
     newer = tools / "ptxas-blackwell"
     ptxas = newer if newer.exists() else tools / "ptxas"
+    name = f"sm_{target}" if target == "80" else f"sm_{target}a"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(kernel.asm["ptx"])
         report = subprocess.run(
-            [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "out")],
+            [ptxas, "-v", f"--gpu-name={name}", source, "-o", Path(folder, "out")],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
     registers = re.search(r"Used (\d+) registers", report)

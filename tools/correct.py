@@ -21,7 +21,8 @@ def mistake(model: Model, device: torch.device | str = "cuda") -> str | None:
     for window in p.windows:
         window.zero_()
     for layer in layers:
-        if found := apart(outputs[layer], p.verify(layer, exact=False)):
+        other = p.verify(layer, exact=False)
+        if found := apart(*(x.unflatten(0, (3, D)) for x in (outputs[layer], other))):
             return f"verify, exact=False, layer {layer}: {found}"
     if not all(map(torch.equal, windows, p.windows)):
         return "verify, exact=False, writes other windows"
@@ -65,14 +66,17 @@ def mixed_lengths(p: Problem) -> None:
 
 
 def apart(exact: Tensor, other: Tensor) -> str | None:
-    """Why bf16 outputs cannot be two roundings of numbers 2e-5 apart; None if they can.
+    """Why bf16 outputs [..., D, HV, V] cannot be two roundings of numbers 2e-5 apart.
 
-    Both kinds of outputs lie within 1e-5 of fp64, relative to the largest of a token's
-    head because sums cancel. Rounding moves each by half a bf16 step, 2^-8 of itself.
-    Plain tf32 products, 5e-4 off, do not pass: small outputs are rounded finely.
+    None if they can. Both kinds of outputs lie within 1e-5 of fp64, relative to the
+    largest of a head's outputs in the window, because sums cancel: of a head that has
+    forgotten its state, where a key and a query are by chance orthogonal, a token's every
+    output. Rounding moves each by half a bf16 step, 2^-8 of itself. Plain tf32 products,
+    5e-4 off, do not pass: small outputs are rounded finely.
     """
     a, b = exact.double(), other.double()
-    bound = 2**-7 * a.abs().maximum(b.abs()) + 2e-5 * a.abs().amax(-1, keepdim=True)
+    largest = a.abs().amax((-3, -1), keepdim=True)
+    bound = 2**-7 * a.abs().maximum(b.abs()) + 2e-5 * largest
     excess = ((a - b).abs() / bound.clamp(min=1e-300)).nan_to_num(torch.inf).max()
     if excess > 1:
         return f"an output is {excess:.1f} times further off than roundings allow"
