@@ -208,14 +208,6 @@ class StaticBatch:
         row, column, covered = self.places(cu_seqlens)
         return torch.where(covered, self.draft_tokens[row, column], 0)
 
-    def drafts(self, cu_seqlens: Tensor | None) -> Tensor:
-        """The draft tokens as ``Commit`` takes them: a view [B, D], or packed [N].
-
-        Args:
-            cu_seqlens: what ``cu_seqlens()`` gave.
-        """
-        return self.draft_tokens if cu_seqlens is None else self.pack(cu_seqlens)
-
     def places(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """([N] row, [N] column, [N] bool covered) of each packed token in [B, D].
 

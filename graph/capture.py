@@ -14,8 +14,9 @@ class Captured:
     """One CUDA graph for each bucket, of a function of a ``StaticBatch``.
 
     The function must be capturable: fixed shapes, no host sync. It is called as
-    ``function(batch)`` and what it returns stays at one address: read it, or queue its
-    reading, before the next replay of that bucket. All graphs share one memory pool.
+    ``function(batch)`` and what it returns stays at one address. All graphs share one
+    memory pool, so a result may lie where another bucket's graph works: read it, or queue
+    its reading, before the next replay of any bucket.
     With ``graphs`` False the function runs eagerly at each replay, on any device.
     """
 
@@ -111,6 +112,28 @@ class Captured:
         return self.results[choice]
 
 
+def window_holds(commit: Commit, choices: Sequence[Bucket], draft: int, owner: str) -> None:
+    """Refuse drafts and batches that the commit's pools have no window rows for.
+
+    Rows past a window are verified but not stored: a commit would count, and not fold, them.
+
+    Raises:
+        ValueError: draft is longer than the window, or a bucket wider than the pools.
+    """
+    pools = commit.pools
+    if draft > pools.window:
+        raise ValueError(
+            f"{owner}: draft must be at most {pools.window}, the window of the pools, "
+            f"got {draft}"
+        )
+    widest = max((choice.batch for choice in choices), default=0)
+    if widest > pools.requests:
+        raise ValueError(
+            f"{owner}: choices must hold at most {pools.requests} requests, as many as the "
+            f"pools have windows for, got {widest}"
+        )
+
+
 class CapturedCommit(Captured):
     """The commit alone: for engines that capture the target's forward themselves."""
 
@@ -129,17 +152,22 @@ class CapturedCommit(Captured):
             choices, draft, mode, graphs: as for ``Captured``.
 
         Raises:
-            ValueError: as ``Captured``.
+            ValueError: as ``Captured``, or the pools have too few window rows.
         """
-        device = commit.slot_map.device
-        self.target_tokens = {
-            c: torch.zeros(c.tokens, device=device, dtype=torch.int64) for c in choices
+        window_holds(commit, choices, draft, "CapturedCommit")
+        device, self.mode = commit.slot_map.device, mode
+        # -1 is no token: rows that the live batch does not fill match nothing.
+        self._no_tokens = {
+            c: torch.full((c.tokens,), -1, device=device, dtype=torch.int64)
+            for c in choices
         }
+        self.target_tokens = {c: x.clone() for c, x in self._no_tokens.items()}
 
         def function(batch: StaticBatch) -> Committed:
-            cu_seqlens = batch.cu_seqlens()
-            drafts = batch.drafts(cu_seqlens)
-            targets = self.target_tokens[batch.bucket].view(drafts.shape)
+            cu_seqlens, targets = batch.cu_seqlens(), self.target_tokens[batch.bucket]
+            drafts = batch.draft_tokens
+            if cu_seqlens is None:
+                targets = targets.view(drafts.shape)
             return commit(
                 batch.req_indices, batch.seq_lens, drafts, targets, batch.verify_lens,
                 cu_seqlens,
@@ -154,18 +182,30 @@ class CapturedCommit(Captured):
 
         Args:
             rows: [b, 3 + D] int64, see ``live_rows``.
-            target_tokens: [b, D] int64, or packed [n] with n <= N for ``compact``.
+            target_tokens: [b, D] int64; for ``compact`` packed [n], n the sum of the
+                rows' verify_lens and at most N.
 
         Returns:
-            The decision of the b live rows, views of the graph's own memory.
+            The decision of the b live rows, views of the graph's own memory, see
+            ``Captured``.
 
         Raises:
-            ValueError: no bucket is large enough, or shapes do not fit it.
+            ValueError: no bucket is large enough, or the shapes are not these.
         """
-        b = rows.shape[0]
-        tokens = target_tokens.numel() if target_tokens.dim() == 1 else None
-        choice = self.bucket(b, tokens)
-        self.batches[choice].fill(rows)
+        b, compact = rows.shape[0], self.mode == "compact"
+        if (
+            (target_tokens.dim() != 1)
+            if compact
+            else (target_tokens.shape != (b, self.draft))
+        ):
+            want = "packed [n]" if compact else f"[{b}, {self.draft}] as rows has requests"
+            raise ValueError(
+                f"CapturedCommit: target_tokens must be {want} in mode {self.mode!r}, "
+                f"got {list(target_tokens.shape)}"
+            )
         flat = target_tokens.reshape(-1)
-        self.target_tokens[choice][: flat.shape[0]].copy_(flat)
+        choice = self.bucket(b, len(flat) if compact else None)
+        self.batches[choice].fill(rows)
+        rest = self._no_tokens[choice][len(flat) :]
+        torch.cat([flat, rest], out=self.target_tokens[choice])
         return Committed(*(x[:b] for x in self.replay(choice)))

@@ -89,8 +89,9 @@ class Commit(torch.nn.Module):
         Args:
             req_indices: [B] int, entries of the slot map; others are padding.
             seq_lens: [B] int, tokens in each state before the step.
-            draft_tokens: [B, D] int, column 0 the anchor; with cu_seqlens packed [N].
-            target_tokens: of the same shape, the target's greedy token after each.
+            draft_tokens: [B, D] int, column 0 the anchor; with cu_seqlens also packed [N].
+            target_tokens: [B, D], with cu_seqlens packed [N]: the target's greedy token
+                after each.
             verify_lens: [B] int, rows verified; caps acceptance; 0 = took no part.
             cu_seqlens: [B + 1] int, offsets of packed rows.
 
@@ -98,10 +99,16 @@ class Commit(torch.nn.Module):
             What was decided, see ``Committed``.
 
         Raises:
-            ValueError, TypeError: from the ops, naming the argument.
+            ValueError, TypeError: from the ops, naming the argument, or a draft longer than
+                the pools' windows; nothing is written.
 
         The state, the conv states and tracked slots are written.
         """
+        if draft_tokens.dim() == 2 and draft_tokens.shape[1] > self.pools.window:
+            raise ValueError(
+                f"draft_tokens must be [B, D] with D <= {self.pools.window}, the window of "
+                f"the pools, got {list(draft_tokens.shape)}"
+            )
         accept_lens, bonus = accept(
             draft_tokens, target_tokens, cu_seqlens, verify_lens=verify_lens
         )

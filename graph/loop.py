@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .batch import Bucket, Mode, StaticBatch
-from .capture import Captured
+from .capture import Captured, window_holds
 from .commit import Commit, Committed
 
 # Anchor's successors: what the target says after each verified token.
@@ -66,8 +66,10 @@ class DecodeLoop(Captured):
             mode, graphs: as for ``Captured``.
 
         Raises:
-            ValueError: as ``Captured``, or max_tokens below 1.
+            ValueError: as ``Captured``, max_tokens below 1, or the pools have too few
+                window rows.
         """
+        window_holds(commit, choices, draft, "DecodeLoop")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         self.commit, self.verify, self.propose = commit, verify, propose
@@ -146,8 +148,8 @@ class DecodeLoop(Captured):
         drafts = batch.draft_tokens
         targets = self.verify(batch, cu_seqlens)
         decided = self.commit(
-            batch.req_indices, batch.seq_lens, batch.drafts(cu_seqlens), targets,
-            batch.verify_lens, cu_seqlens,
+            batch.req_indices, batch.seq_lens, drafts, targets, batch.verify_lens,
+            cu_seqlens,
         )  # fmt: skip
         count = self._emit(out, drafts, decided)
         out.done.logical_or_(out.lens >= out.limits)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops import checks, scatter
 from .model import LinearAttention, positive
+from .routing import Route
 
 
 class Memory(NamedTuple):
@@ -95,6 +96,8 @@ class Pools(torch.nn.Module):
         tensor_parallel: ranks that share the heads evenly.
         device: where. CUDA devices are asked for their free memory first.
         channels_last: conv buffers as [.., W-1, C] and [.., T+W-2, C].
+        route: what ``decide`` said of the backend that will use them; None: not asked.
+            Pools are what a commit by folding needs, of the variant that folds.
 
     Raises:
         ValueError, TypeError: naming the argument, what was wanted and what came;
@@ -117,8 +120,14 @@ class Pools(torch.nn.Module):
         tensor_parallel: int = 1,
         device: torch.device | str,
         channels_last: bool = False,
+        route: Route | None = None,
     ) -> None:
         super().__init__()
+        if route is not None and route.commit != f"{model.variant}_fold":
+            raise ValueError(
+                f"Pools: route must be {model.variant}_fold for a {model.variant!r} model, "
+                f"got {route.commit}: {route.reason}"
+            )
         self.memory = memory(
             model, slots=slots, requests=requests, window=window,
             tensor_parallel=tensor_parallel,

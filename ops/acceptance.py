@@ -23,10 +23,12 @@ def accept(
     Args:
         draft_tokens: [B, D] int32 or int64, or packed [N] with ``cu_seqlens``; strides
             are free. Column 0 is the anchor.
-        target_tokens: [B, D] or [N] int32 or int64, not necessarily draft_tokens'
-            dtype: the target's greedy token after each position. Strides are free.
+        target_tokens: [B, D], packed [N] with ``cu_seqlens``, int32 or int64, not
+            necessarily draft_tokens' dtype: the target's greedy token after each
+            position. Strides are free.
         cu_seqlens: [B + 1] int32 or int64, token offsets of ragged requests, on the
-            device. None: every request has D rows.
+            device. None: every request has D rows. Of draft_tokens [B, D] a request's
+            first rows count, as many as it has tokens.
         verify_lens: [B] int32 or int64, the rows that may be accepted, the anchor
             included; 0 or less = a request that takes no part. None: all of them.
 
@@ -46,14 +48,26 @@ def _check_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=N
     check = checks.Check("accept", draft_tokens, "draft_tokens")
     packed = cu_seqlens is not None
     dims, variant = ("N", " with cu_seqlens") if packed else ("B D", " without cu_seqlens")
-    for name, value in (("draft_tokens", draft_tokens), ("target_tokens", target_tokens)):
-        check.tensor(name, value, dims, checks.INDEX, variant=variant)
+    rows = packed and draft_tokens.dim() == 2
+    check.tensor(
+        "draft_tokens", draft_tokens, "B D" if rows else dims, checks.INDEX, variant=variant
+    )
+    check.tensor("target_tokens", target_tokens, dims, checks.INDEX, variant=variant)
     if packed:
         check.index("cu_seqlens", cu_seqlens, "B+1")
         check.require(
             cu_seqlens.shape[0] >= 1, lambda: "cu_seqlens must be [B + 1], got [0]"
         )
-        check.sizes["B"] = cu_seqlens.shape[0] - 1
+        batch = cu_seqlens.shape[0] - 1
+        if rows:
+            check.require(
+                batch == draft_tokens.shape[0],
+                lambda: (
+                    f"cu_seqlens must be [B + 1] with B = {draft_tokens.shape[0]} "
+                    f"(draft_tokens), got [{batch + 1}]"
+                ),
+            )
+        check.sizes["B"] = batch
         check.sources["B"] = "cu_seqlens"
     check.index("verify_lens", verify_lens, "B")
     return check
@@ -83,11 +97,11 @@ def _plan_accept(lowering, tensors, rest):
         lowering.accept,
         (batch, 1, 1),
         (
-            draft.shape[-1], draft.stride(0), draft.stride(-1), target.stride(0),
+            draft.shape[-1], target.shape[0], draft.stride(0), draft.stride(-1), target.stride(0),
             target.stride(-1), stride(cu_seqlens),
             stride(verify_lens),
         ),
-        {"BLOCK": 32},
+        {"ROWS": draft.dim() == 2, "BLOCK": 32},
         1,
         (((batch,), torch.int32), ((batch,), target.dtype)),
     )  # fmt: skip

@@ -11,8 +11,13 @@ def accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=None):
         rows = list(zip(draft_tokens.tolist(), target_tokens.tolist(), strict=True))
     else:
         draft, target = draft_tokens.tolist(), target_tokens.tolist()
-        ends = cu_seqlens.clamp(0, len(draft)).tolist()
-        rows = [(draft[i:j], target[i:j]) for i, j in itertools.pairwise(ends)]
+        spans = list(itertools.pairwise(cu_seqlens.clamp(0, len(target)).tolist()))
+        if draft_tokens.dim() == 1:
+            draft = [draft[i:j] for i, j in spans]
+        rows = [
+            (row[: max(j - i, 0)], target[i:j])
+            for row, (i, j) in zip(draft, spans, strict=True)
+        ]
     caps = [len(draft) for draft, _ in rows]
     if verify_lens is not None:
         caps = [min(pair) for pair in zip(caps, verify_lens.tolist(), strict=True)]

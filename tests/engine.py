@@ -86,13 +86,10 @@ class Engine:
         """verify and commit."""
         cu_seqlens = batch.cu_seqlens()
         self.verify(batch, cu_seqlens)
-        drafts = batch.drafts(cu_seqlens)
-        targets = self.targets[: batch.bucket.tokens].view(drafts.shape)
+        targets = self.targets[: batch.bucket.tokens]
+        if cu_seqlens is None:
+            targets = targets.view(batch.draft_tokens.shape)
         return self.commit(
-            batch.req_indices,
-            batch.seq_lens,
-            drafts,
-            targets,
-            batch.verify_lens,
-            cu_seqlens,
-        )
+            batch.req_indices, batch.seq_lens, batch.draft_tokens, targets,
+            batch.verify_lens, cu_seqlens,
+        )  # fmt: skip

@@ -222,12 +222,13 @@ class SpeculativeServer(Server):
         self, step: Step, accept_lens: list[int], bonus: list[int]
     ) -> Committed:
         batch, cu_seqlens = step.batch, step.batch.cu_seqlens()
-        drafts = batch.drafts(cu_seqlens)
         given = self.targets(step, accept_lens, bonus).flatten()
         targets = torch.zeros(batch.bucket.tokens, device=self.device, dtype=torch.int64)
         targets[: len(given)] = given
+        if cu_seqlens is None:
+            targets = targets.view(batch.draft_tokens.shape)
         return self.commit(
-            batch.req_indices, batch.seq_lens, drafts, targets.view(drafts.shape),
+            batch.req_indices, batch.seq_lens, batch.draft_tokens, targets,
             batch.verify_lens, cu_seqlens,
         )  # fmt: skip
 

@@ -76,6 +76,18 @@ def test_packed_rows_are_those_of_cu_seqlens(device):
     check(device, drafts, targets, capped, ends=[0, 3, 3, 4, 6], verify_lens=[2, 5, 9, 1])
 
 
+def test_rows_of_drafts_meet_packed_targets_in_place(device):
+    """Each request's first drafts count, as many as it has tokens; none crosses a row."""
+    targets = [10, 20, 30, 8, 21, 22, 40, 30]
+    drafts = [[9, 10, 20, 30], [9, 8, 21, 22], [8, 21, 22, 40], [9, 21, 7, 7]]
+    want = ([3, 0, 1, 2], [30, -1, 8, 22])
+    check(device, drafts, targets, want, ends=[0, 3, 3, 4, 6])
+    capped = ([2, 0, 1, 1], [20, -1, 8, 21])
+    check(device, drafts, targets, capped, ends=[0, 3, 3, 4, 6], verify_lens=[2, 5, 9, 1])
+    narrow = [row[:2] for row in drafts]  # no more than a row has
+    check(device, narrow, targets, ([2, 0, 1, 2], [20, -1, 8, 22]), ends=[0, 3, 3, 4, 6])
+
+
 @pytest.mark.parametrize(
     ("ends", "last"), [([-2, 2, 3, 3], 0), ([0, 2, 3, 2**31 - 1], 1), ([0, 2, 3, 1], 0)]
 )
@@ -86,7 +98,7 @@ def test_offsets_outside_the_packed_tokens_read_nothing_beyond_them(device, ends
 
 
 @pytest.mark.parametrize("D", [1, 2, 31, 32, 33, 64, 100])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True, "targets"])
 def test_every_accepted_length_of_every_width_is_found(device, D, packed):
     """Around the kernel's block of 32 too; the wrong row is also the only one."""
     tokens = torch.arange(D, device=device)
@@ -96,7 +108,9 @@ def test_every_accepted_length_of_every_width_is_found(device, D, packed):
         drafts[n - 1, n] = -7
     ends = torch.arange(0, D * D + 1, D, device=device) if packed else None
     if packed:
-        drafts, targets = drafts.flatten(), targets.flatten()
+        targets = targets.flatten()
+    if packed is True:
+        drafts = drafts.flatten()
     accept_lens, bonus = ops.accept(drafts, targets, ends)
     assert accept_lens.tolist() == list(range(1, D + 1))
     bits_equal(bonus, accept_lens.long(), "bonus")
@@ -114,8 +128,9 @@ def test_strided_tokens_are_read_where_they_are(device):
         bits_equal(one, other)
     packed = torch.stack([drafts.flatten(), drafts.flatten() * 0], 1)[:, 0]
     ends = torch.tensor([[x, -1] for x in (0, 4, 8, 12, 16)], device=device)[:, 0]
-    for one, other in zip(ops.accept(packed, targets.flatten(), ends), want, strict=True):
-        bits_equal(one, other)
+    for rows in (packed, wide[::2, 1:8:2]):
+        for one, other in zip(ops.accept(rows, targets.flatten(), ends), want, strict=True):
+            bits_equal(one, other)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])

@@ -14,10 +14,14 @@ def test_accept_refuses_wrong_metadata(device):
         cast("draft_tokens", torch.int16), cast("target_tokens", torch.float32),
         cast("verify_lens", torch.bool), moved("target_tokens"), moved("verify_lens"),
         lambda x: {"cu_seqlens": x["verify_lens"]},
+        lambda x: {
+            "cu_seqlens": x["verify_lens"], "target_tokens": x["target_tokens"].flatten()
+        },
         lambda x: {name: x[name].flatten() for name in ("draft_tokens", "target_tokens")},
     ) + "\n" + texts(
         device, "accept-ragged",
-        longer("target_tokens"), rank("cu_seqlens"), cast("cu_seqlens", torch.float32),
+        longer("target_tokens"), lambda x: {"draft_tokens": x["draft_tokens"][None, None]},
+        rank("cu_seqlens"), cast("cu_seqlens", torch.float32),
         lambda x: {"cu_seqlens": x["cu_seqlens"][:0]},
         lambda x: {"verify_lens": x["cu_seqlens"]},
     )  # fmt: skip
@@ -35,9 +39,11 @@ TypeError: accept: target_tokens must be int32 or int64, got float32
 TypeError: accept: verify_lens must be int32 or int64, got bool
 ValueError: accept: target_tokens must be on DEVICE like draft_tokens, got meta
 ValueError: accept: verify_lens must be on DEVICE like draft_tokens, got meta
-ValueError: accept: draft_tokens must be [N] with cu_seqlens, got 2 dimensions: [4, 4]
+ValueError: accept: target_tokens must be [N] with cu_seqlens, got 2 dimensions: [4, 4]
+ValueError: accept: cu_seqlens must be [B + 1] with B = 4 (draft_tokens), got [4]
 ValueError: accept: draft_tokens must be [B, D] without cu_seqlens, got 1 dimensions: [16]
 ValueError: accept: target_tokens must be [N] with N = 16 as in draft_tokens with cu_seqlens, got [17]
+ValueError: accept: draft_tokens must be [N] with cu_seqlens, got 3 dimensions: [1, 1, 16]
 ValueError: accept: cu_seqlens must be [B+1], got 2 dimensions: [1, 5]
 TypeError: accept: cu_seqlens must be int32 or int64, got float32
 ValueError: accept: cu_seqlens must be [B + 1], got [0]

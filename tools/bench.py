@@ -149,7 +149,7 @@ def identity(row: dict) -> tuple:
 def earlier(file: Path, head: dict) -> dict:
     """What an earlier run wrote; exits where that was not the same card and code."""
     found = json.loads(file.read_text())
-    for name in ("card", "driver", "torch", "triton", "commit"):
+    for name in ("card", "driver", "torch", "triton", "commit", "sources"):
         if found.get(name) != head.get(name):
             sys.exit(
                 f"--append: {file} has {name} {found.get(name)}, this run {head.get(name)}"

@@ -1,6 +1,7 @@
 """How device time is taken: CUDA graphs, cold L2, and rivals replayed in turn."""
 
 import functools
+import hashlib
 import statistics
 import subprocess
 import time
@@ -105,14 +106,24 @@ def copy_gbs() -> float:
 
 
 def machine() -> dict[str, str]:
-    """What figures are taken on: the head of a file of them."""
+    """What figures are taken on, and of which sources: the head of a file of them."""
     driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     here = str(Path(__file__).parent)
     return {
         "card": torch.cuda.get_device_name(), "driver": _first_line(driver),
         "torch": torch.__version__, "triton": metadata.version("triton"),
         "commit": _first_line(["git", "-C", here, "rev-parse", "--short", "HEAD"]),
+        "sources": sources(),
     }  # fmt: skip
+
+
+def sources() -> str:
+    """A hash of the package's files: copied ones may have left their commit behind."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for file in sorted(path for d in ("ops", "graph") for path in (root / d).rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _first_line(command: list[str]) -> str:

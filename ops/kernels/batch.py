@@ -4,23 +4,25 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["D"])
+@triton.jit(do_not_specialize=["D", "N"])
 def accept(
     draft_tokens, target_tokens, cu_seqlens, verify_lens, accept_lens, bonus,
-    D, draft_b, draft_t, target_b, target_t, cu_s, verify_s, BLOCK: tl.constexpr,
+    D, N, draft_b, draft_t, target_b, target_t, cu_s, verify_s,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per request; D is N where cu_seqlens says what is whose."""
+    """One program per request. ROWS: of draft_tokens each request has a row of D; else
+    they are packed like target_tokens, by cu_seqlens."""
     i_b = tl.program_id(0).to(tl.int64)
-    length = tl.zeros([], tl.int64) + D
     start = i_b
+    length = tl.zeros([], tl.int64) + D
     if cu_seqlens is not None:
         start = tl.load(cu_seqlens + i_b * cu_s).to(tl.int64)
-        start = tl.minimum(tl.maximum(start, 0), length)
+        start = tl.minimum(tl.maximum(start, 0), N)
         end = tl.load(cu_seqlens + (i_b + 1) * cu_s).to(tl.int64)
-        length = tl.minimum(end, length) - start
+        length = tl.minimum(tl.minimum(end, N) - start, length)
     if verify_lens is not None:
         length = tl.minimum(length, tl.load(verify_lens + i_b * verify_s).to(tl.int64))
-    p_draft = draft_tokens + start * draft_b
+    p_draft = draft_tokens + (i_b if ROWS else start) * draft_b
     p_target = target_tokens + start * target_b
     n = tl.maximum(length, 0)
     for first in range(0, length, BLOCK):
