@@ -40,7 +40,7 @@ def decode(device, variant, **options):
     return "decode", args, {"lower_bound": p.lower_bound}
 
 
-def fold(device, variant, layers=0, track=False, **options):
+def fold(device, variant, layers=0, track=False, accept=(4, 0, 2), **options):
     S = 8
     count = max(layers, 1)
     problems = [make(device, variant, S=S, **options).next_tokens(i) for i in range(count)]
@@ -48,7 +48,7 @@ def fold(device, variant, layers=0, track=False, **options):
     for view in views:
         view.verify()
     free = sorted(set(range(S)) - set(p.state_indices.tolist()))[:3]
-    accept = p.indices([4, 0, 2])
+    accept = p.indices(accept)
     kwargs = {"window_indices": p.window_indices}
     if track:
         kwargs["track_indices"] = p.indices(free)

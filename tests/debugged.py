@@ -2,6 +2,7 @@
 
 REPLAYSSM_DEBUG=1 python debugged.py            every call on the CPU, a JSON line each
 REPLAYSSM_DEBUG=1 python debugged.py CASE ...   one call on the GPU, or its graph
+REPLAYSSM_DEBUG=1 python debugged.py graphs     what right calls' graphs do after all stops
 """
 
 import hashlib
@@ -11,8 +12,16 @@ import sys
 import torch
 
 from calls import CALLS, gathered, mutated, named
+from replayssm.graph import inspect
 from samples import bits, pages
 from wrong_values import CASES, CONV, FOLD, HARMLESS, RAGGED
+
+# Calls that are captured, and the kernel of each.
+GRAPHS = {
+    FOLD: "fold", RAGGED: "recur", "decode-gdn": "recur", "store-gdn": "store",
+    "scatter-conv-track": "scatter", CONV: "conv_commit",
+    "commit_indices-track": "commit_indices",
+}  # fmt: skip
 
 
 def put(**vectors):
@@ -89,28 +98,78 @@ def aliased(compile):
     return "" if torch.equal(state[:, :2], before[:, :2].flip(1)) else "wrong"
 
 
-def on_gpu(name, captured):
-    """A right call, then the wrong one, then a copy that must not be reached."""
+class Mapped:
+    """Bytes of the host, pinned, that the device writes where they are."""
+
+    def __init__(self, x):
+        self.bytes = pages(x).cpu().flatten().view(torch.uint8).pin_memory()
+        self.before = self.bytes.clone()
+        self.__cuda_array_interface__ = {
+            "data": (self.bytes.data_ptr(), False), "shape": tuple(self.bytes.shape),
+            "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+    def like(self, x):
+        memory = torch.as_tensor(self, device="cuda").view(x.dtype)
+        return memory.as_strided(x.size(), x.stride(), x.storage_offset())
+
+
+def on_gpu(name, captured, mapped):
+    """A right call, then the wrong one, which must not pass; what of the host's memory,
+    that outlives the device's context, they wrote."""
     case = CASES[name]
-    for change in ({}, case.change):
-        op, _, arguments = call(case.label, change, "cuda")
-        if change and captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+    for change, which in (({}, "right"), (case.change, "wrong")):
+        op, values, _ = call(case.label, change, "cuda")
+        names = mutated(op._schema.name.split("::")[1], values) if mapped else []
+        hosts = {x: Mapped(values[x]) for x in names}
+        arguments = gathered(
+            values | {x: host.like(values[x]) for x, host in hosts.items()}
+        )
+        try:
+            if which == "wrong" and captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    op(**arguments)
+                graph.replay()
+            else:
                 op(**arguments)
-            graph.replay()
-        else:
-            op(**arguments)
-        if not change:
             torch.cuda.synchronize()
-            print("the right call passed", flush=True)
-    torch.cuda.synchronize()
-    print("the wrong call passed", flush=True)
+            print(f"the {which} call passed", flush=True)
+        finally:
+            wrote = [x for x, y in hosts.items() if not torch.equal(y.bytes, y.before)]
+            print(f"the {which} call wrote {wrote}", flush=True)
+
+
+def after_all_stops(label):
+    """How many stops a captured call has, and the kernels that wait for every one."""
+    op, _, arguments = call(label, {}, "cuda")
+    op(**arguments)  # compiles
+    graph, edges = torch.cuda.CUDAGraph(keep_graph=True), []
+    with torch.cuda.graph(graph):
+        op(**arguments)
+    # Edges name nodes in the order of capture: so must the list.
+    inspect._order = lambda count, pairs: edges.extend(pairs) or range(count)
+    found = inspect.nodes(graph)
+    stops = {i for i, node in enumerate(found) if node.name == "stop_unless"}
+    return len(stops), [x.name for i, x in enumerate(found) if stops <= awaited(i, edges)]
+
+
+def awaited(node, edges):
+    """All nodes that have a path of edges to a node."""
+    found, ends = set(), {node}
+    while ends:
+        ends = {source for source, target in edges if target in ends} - found
+        found |= ends
+    return found
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["graphs"]:
+        for label in GRAPHS:
+            print(json.dumps([label, after_all_stops(label)]))
+        sys.exit()
     if sys.argv[1:]:
-        on_gpu(sys.argv[1], "captured" in sys.argv[2:])
+        on_gpu(sys.argv[1], *(word in sys.argv[2:] for word in ("captured", "mapped")))
         sys.exit()
     for name, (label, change, *_) in (CASES | HARMLESS).items():
         print(json.dumps([name, outcome(label, change)]))

@@ -1,6 +1,11 @@
 """The ops in CUDA graphs: nothing waits for the host and nothing of it is baked in."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +137,42 @@ def test_ops_run_on_the_current_stream():
         out = ops.verify(q, *p.args[1:], lower_bound=p.lower_bound)
     torch.cuda.current_stream().wait_stream(stream)
     bits_equal(out, want, "outputs")
+
+
+# Prints what triton compiles, or finds compiled, in each warmup and after it.
+COLD = """
+import json, sys
+from triton import knobs
+sys.path.insert(0, sys.argv[1])
+from engine import D, Engine
+from replayssm.graph import Captured, buckets
+made = []
+knobs.compilation.listener = lambda *, src, **rest: made.append(src.name)
+for mode, budgets in (("cap-accept", None), ("compact", [4, 7, 16])):
+    engine = Engine("cuda", sys.argv[2], 4, interval=3)
+    choices = buckets([1, 4], D, mode, budgets)
+    graphs = Captured(engine.step, choices, draft=D, device="cuda", mode=mode)
+    graphs.warmup()
+    print(json.dumps(made))
+    made.clear()
+    graphs.capture()
+    for choice in choices:
+        graphs.replay(choice)
+    print(json.dumps(made))
+    made.clear()
+"""
+
+
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_warmup_compiles_all_that_is_captured(variant, tmp_path):
+    """In a process of its own, that found nothing compiled (field case 66)."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLD, Path(__file__).parent, variant],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    dense, none, compact, nothing = map(json.loads, done.stdout.splitlines())
+    assert {"recur", "fold", "accept", "commit_indices", "conv_commit"} <= {*dense}
+    assert "recur" in compact
+    assert none == nothing == []

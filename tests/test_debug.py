@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from calls import CALLS, mutated
-from debugged import call, digest
+from debugged import GRAPHS, call, digest
 from replayssm.ops import debug
 from samples import bits_equal, pages
 from wrong_values import CASES, HARMLESS
@@ -142,6 +142,7 @@ def test_a_batch_of_none_launches_no_stop():
 ON_GPU = [
     "a slot past the pool", "a slot twice", "a snapshot over a live slot",
     "offsets that fall", "more accepted than a sliding conv window has",
+    "a window row past the pool", "more accepted than the window has",
 ]  # fmt: skip
 
 
@@ -163,9 +164,32 @@ def test_a_mistake_stops_the_gpu_with_the_message_and_the_row(name, how):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_the_call_that_stops_the_gpu_writes_nothing(how):
+    """Its other requests' states neither, as the host sees in memory of its own."""
+    done = run(SCRIPT, "a slot past the pool", how, "mapped")
+    assert "the right call wrote ['state']" in done.stdout, done.stderr
+    assert "the wrong call wrote []" in done.stdout, done.stderr
+
+
+@pytest.mark.gpu
+def test_the_op_of_a_captured_call_waits_for_every_stop():
+    """By edges of the graph: the op's own kernel, and nothing else, comes after all."""
+    pytest.importorskip("cuda.bindings", reason="needs cuda-python")
+    done = run(SCRIPT, "graphs")
+    assert done.returncode == 0, done.stderr
+    found = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert all(stops for stops, _ in found.values()), found
+    assert {x: names for x, (_, names) in found.items()} == {
+        label: [kernel] for label, kernel in GRAPHS.items()
+    }
+
+
+@pytest.mark.gpu
 def test_right_calls_pass_on_the_gpu_eager_and_captured():
     """Nothing waits for the device: the tests of capturing, with the checks on."""
     done = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", SCRIPT.parent / "test_capture.py"
-    )
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not warmup",
+        SCRIPT.parent / "test_capture.py",
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout
