@@ -105,7 +105,10 @@ def decode_like_fla(shape: Shape, device: str) -> bool:
             q, k, v, a, b, A_log, dt_bias, c.spec_state.temporal[layer],
             *(ring[layer] for ring in rings), c.state_indices,
         )  # fmt: skip
-        g, beta = ops.gate(a, b, A_log, dt_bias)
+        # Not the ops' gate: g = -exp(A_log) softplus(a + dt_bias), a rate per head.
+        rate = A_log.exp().view(-1, *(1,) * (len(gate) - 1))
+        g = -rate * torch.nn.functional.softplus(a.float() + dt_bias)
+        beta = b.float().sigmoid()
         if layer == m.L - 1:
             _commit(c, _fold_of(m), {})
         for i, slot in c.live:

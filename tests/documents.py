@@ -1,6 +1,7 @@
-"""The Python blocks of the documents."""
+"""The Python blocks of the documents, and their shell commands."""
 
 import re
+import shlex
 from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
@@ -25,3 +26,10 @@ def blocks(page: Path) -> list[Block]:
         code = compile("\n" * lines + match[2], str(page), "exec")
         found.append(Block(match[1].strip(), match[2], code))
     return found
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command of a page's sh blocks, without its comment."""
+    found = re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S)
+    lines = "".join(found).replace(" && ", "\n").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]

@@ -3,6 +3,7 @@
 Each is built and installed once, into an empty environment that sees this one's torch.
 """
 
+import ast
 import functools
 import re
 import shutil
@@ -12,6 +13,7 @@ import tarfile
 import venv
 import zipfile
 from collections.abc import Callable
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,9 @@ from documents import blocks
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "LICENSE", "CONTRIBUTING.md")
 FOLDERS = ("ops", "graph", "tests", "tools", "docs")
+FILES = ("pyproject.toml", "MANIFEST.in", ".ci/run", *DOCUMENTS)
+# Who installs what a package imports, where that is not named alike.
+INSTALLED_BY = {"cuda": "cuda-python"}
 
 SMOKE = """
 import importlib.metadata, importlib.resources, pathlib, sys
@@ -38,15 +43,17 @@ assert (importlib.resources.files("replayssm") / "py.typed").is_file()
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The wheel, the sdist and the names in each, built from a copy of the tree."""
+    """The sdist, the wheel that is built from it, and the names in each; of a copy."""
+    pytest.importorskip("build")
     tree = tmp_path_factory.mktemp("tree")
     for name in FOLDERS:
         skip = shutil.ignore_patterns("__pycache__", ".*_cache", "*.bak")
         shutil.copytree(ROOT / name, tree / name, ignore=skip)
-    for name in ("pyproject.toml", "MANIFEST.in", *DOCUMENTS):
-        shutil.copy(ROOT / name, tree)
-    build = "from setuptools.build_meta import *; build_sdist('out'); build_wheel('out')"
-    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
+    for name in FILES:
+        (tree / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "out"]
+    subprocess.run(build, cwd=tree, check=True, capture_output=True)
     (wheel,), (sdist,) = (tree / "out").glob("*.whl"), (tree / "out").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         members = [m.name.split("/", 1)[-1] for m in archive.getmembers() if m.isfile()]
@@ -104,14 +111,33 @@ def test_the_sdist_holds_the_tests_the_tools_and_the_documents(built):
         for path in (ROOT / name).rglob("*")
         if path.is_file() and not junk.search(str(path.relative_to(ROOT)))
     }
-    assert tree | {"pyproject.toml", *DOCUMENTS} <= built.sdist
+    assert tree | set(FILES) <= built.sdist
+
+
+def metadata_of(built: SimpleNamespace) -> tuple[Message, list[str]]:
+    """The wheel's metadata, and what it needs without any extra."""
+    (name,) = (n for n in built.wheel if n.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(zipfile.ZipFile(built.files["wheel"]).read(name).decode())
+    needs = metadata.get_all("Requires-Dist", [])
+    return metadata, [need for need in needs if "extra ==" not in need]
+
+
+def test_the_wheel_needs_what_its_files_import_and_nothing_else(built):
+    wheel, found = zipfile.ZipFile(built.files["wheel"]), set()
+    for name in built.wheel:
+        for node in ast.walk(ast.parse(wheel.read(name) if name.endswith(".py") else "")):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add(node.module.split(".")[0])
+    imported = found - sys.stdlib_module_names - {"replayssm"}
+    needs = {re.match(r"[\w-]+", need)[0] for need in metadata_of(built)[1]}
+    assert needs == {INSTALLED_BY.get(name, name) for name in imported}
 
 
 def test_the_metadata_names_what_an_installer_needs(built):
-    (name,) = (n for n in built.wheel if n.endswith(".dist-info/METADATA"))
-    metadata = Parser().parsestr(zipfile.ZipFile(built.files["wheel"]).read(name).decode())
+    metadata, needs = metadata_of(built)
     fields = ("Name", "Summary", "License-Expression", "Requires-Python")
-    needs = [x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x]
     lines = [f"{field}: {metadata[field]}" for field in fields]
     assert_expected_inline(
         "\n".join([*needs, *lines]),

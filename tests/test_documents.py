@@ -6,13 +6,21 @@ fenced "python gpu"; a "python fragment" cannot run alone, and has a test elsewh
 
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import sglang_bridge
 from documents import PAGES, ROOT, blocks
+from oracle import state_error
+from samples import bits_equal
+from sglang_state import Case, Shape
+from test_sglang_routing import KDAAttnBackend
 
 README = ROOT / "README.md"
 
@@ -75,6 +83,50 @@ def test_the_eight_lines_of_the_readme_compute_what_its_call_does():
         exec(equivalent.code, mine)
         torch.testing.assert_close(r.o[span], mine["o"])
         torch.testing.assert_close(r.state[slot], mine["state"][slot])
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["scatter", "fold"])
+def test_the_fragments_of_the_sglang_page_commit_its_state(replay):
+    """Among the names that SGLang's methods have where they go, with its state for KDA."""
+    asks, commits = blocks(ROOT / "docs/sglang.md")
+    calls, c = [], Case(Shape(kda=True), "cpu")
+    if not replay:
+        c.add_snapshots()
+    wanted = c.wanted(tracked=True)
+    attention = KDAAttnBackend()
+    attention.accept_lens_pool = None
+    attention.req_to_token_pool = SimpleNamespace(
+        mamba_v2p_table=None,
+        mamba_pool=SimpleNamespace(
+            mamba_cache=c.spec_state, enable_linear_replayssm=False,
+            enable_linear_replayssm_spec=replay, replayssm_is_kda=replay,
+        ),
+    )  # fmt: skip
+    hybrid = SimpleNamespace(
+        linear_attn_backend=attention,
+        _update_ple_state_after_mtp_verify=lambda *args: calls.append(args),
+    )
+    tracks = c.track_indices, c.track_steps
+    names = {
+        "sglang_bridge": sglang_bridge, "self": hybrid, "D": c.shape.D, "topk": 1,
+        "enable_linear_replayssm_spec": replay, "mamba_caches": c.spec_state,
+        "state_indices_tensor": c.state_indices, "src_indices_raw": c.source_rows,
+        "last_correct_step_indices": c.last_steps,
+        "mamba_track_indices": tracks[0], "mamba_steps_to_track": tracks[1],
+    }  # fmt: skip
+    exec(asks.code, names)
+    assert hybrid.route.commit == ("kda_fold" if replay else "scatter")
+    exec(commits.code, names)
+    for slot, (state, conv) in wanted.items():
+        assert state_error(c.spec_state.temporal[:, slot], state) <= 1e-6
+        bits_equal(c.spec_state.conv[0][:, slot], conv)
+    given = (c.state_indices, c.last_steps, *tracks, c.source_rows)
+    assert len(calls) == (not replay)
+    assert all(x is y for call in calls for x, y in zip(call, given, strict=True))
+    hybrid.route, before = None, {n: x.clone() for n, x in c.tensors().items()}
+    exec(commits.code, names)
+    for name, after in c.tensors().items():
+        bits_equal(after, before[name], name)
 
 
 def test_the_engine_page_commits_a_step():

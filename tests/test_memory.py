@@ -118,7 +118,7 @@ def test_the_table_has_every_model_before_it_is_split_over_ranks(command):
         """\
 MiB a rank: TP = 1, S = 48 slots, R = 48 requests, T = D = 8 rows
 
-| model | H / HV | state | windows | conv states | conv windows | total | snapshots | conv snapshots | snapshot total |
+| model | H / HV | state | windows | conv states | conv windows | total | snapshots | dense conv snapshots | snapshot total |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | qwen3-next-80b | 16/32 | 3,456.0 | 165.4 | 81.0 | 270.0 | 3,972.4 | 27,648.0 | 648.0 | 31,833.0 |
 | qwen3.5-35b | 16/32 | 2,880.0 | 137.8 | 67.5 | 225.0 | 3,310.3 | 23,040.0 | 540.0 | 26,527.5 |
@@ -137,7 +137,7 @@ def test_a_rank_of_a_table_has_its_share_of_the_heads(command):
         """\
 MiB a rank: TP = 8, S = 2 slots, R = 1 requests, T = D = 8 rows
 
-| model | H / HV | state | windows | conv states | conv windows | total | snapshots | conv snapshots | snapshot total |
+| model | H / HV | state | windows | conv states | conv windows | total | snapshots | dense conv snapshots | snapshot total |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | kimi-k3 | 12/12 | 103.5 | 6.5 | 3.6 | 6.1 | 119.7 | 414.0 | 14.6 | 535.7 |
 """,

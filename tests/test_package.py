@@ -283,6 +283,23 @@ def test_every_public_function_is_annotated_in_full(function):
     assert inspect.Parameter.empty not in [*types, signature.return_annotation]
 
 
+def test_the_test_extra_brings_whatever_tests_are_skipped_without():
+    """Or a machine that runs them all skips them, and nobody sees it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    versions = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in declared)
+
+    def numbers(version: str) -> list[int]:
+        return [int(part) for part in version.split(".")]
+
+    skips = r"importorskip\(\"(\w+)[\w.]*\"(?:, \"([\d.]+)\")?"
+    text = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    needed = dict(re.findall(skips, text)) | {"cuda-python": ""}
+    for name in needed.keys() - {"cuda", "pip"}:  # pip comes with an environment
+        assert numbers(versions.get(name, "0")) >= numbers(needed[name] or "0.1"), name
+    assert {"build", "mypy", "transformers"} <= needed.keys()
+
+
 def test_the_constraints_bound_everything_the_commands_install():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

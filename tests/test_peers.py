@@ -74,9 +74,18 @@ def test_a_peer_that_cannot_be_imported_is_missing_with_the_error(tmp_path, modu
     assert all(reason.startswith("ModuleNotFoundError") for reason in missing.values())
 
 
-def test_only_the_kernels_sources_are_kept(tmp_path):
+def test_only_the_kernels_sources_and_what_the_bridge_reads_of_the_engine_are_kept(
+    tmp_path,
+):
     wanted = {"sglang/kernels/ops/a.py", "fla/ops/b.py", "fla_core-1.dist-info/METADATA"}
-    others = {"sglang/srt/c.py", "sglang/kernels/d.so", "sglang/kernels/e.json", "bin/fla"}
+    wanted |= set(install_peers.ENGINE)
+    others = {
+        "sglang/srt/c.py",
+        "sglang/srt/mem_cache/d.py",
+        "sglang/kernels/d.so",
+        "sglang/kernels/e.json",
+        "bin/fla",
+    }
     for name in wanted | others:
         (tmp_path / "wheel" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "wheel" / name).touch()

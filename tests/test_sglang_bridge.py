@@ -221,6 +221,7 @@ def test_a_captured_commit_follows_the_lengths_in_device_memory(kda, route):
 
 
 def test_commits_agree_with_the_kernels_of_sglang_and_fla(device):
+    """Scatter's bits equal SGLang's; which other states' did, pytest -rP shows."""
     missing = install_peers.pins().keys() - install_peers.installed(install_peers.FOLDER)
     if missing:
         pytest.skip(
@@ -235,3 +236,6 @@ def test_commits_agree_with_the_kernels_of_sglang_and_fla(device):
     outcomes = [json.loads(line) for line in run.stdout.splitlines()]
     assert [outcome for outcome in outcomes if outcome[2]] == []
     assert len(outcomes) == {"cpu": 8, "cuda": 12}[device]
+    for check, shape, _, equal in outcomes:
+        assert equal or check != "scatter_like_sglang", shape
+        print(f"{check}, {shape}: {'equal bits' if equal else 'within the bound'}")

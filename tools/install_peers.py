@@ -23,7 +23,15 @@ WHEEL = [
     "--platform=manylinux_2_34_x86_64",
 ]  # fmt: skip
 # sglang's servers, models and compiled modules are 112 of its 131 MB.
-KEEP = ("sglang/kernels/**/*.py", "fla/**/*.py", "*.dist-info/**/*")
+KERNELS = ("sglang/kernels/**/*.py", "fla/**/*.py", "*.dist-info/**/*")
+# Never imported: a test reads in them that what tools/sglang_bridge.py reads is there.
+ENGINE = (
+    "sglang/srt/mem_cache/memory_pool.py",
+    "sglang/srt/layers/attention/hybrid_linear_attn_backend.py",
+    "sglang/srt/layers/attention/linear/gdn_backend.py",
+    "sglang/srt/layers/attention/linear/kda_backend.py",
+)
+KEEP = KERNELS + ENGINE
 
 
 def pins() -> dict[str, str]:
@@ -38,7 +46,7 @@ def installed(folder: Path) -> dict[str, str]:
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copies from source what a kernel benchmark needs."""
+    """Copies from source what the benchmarks and the tests need."""
     for pattern in KEEP:
         for file in source.glob(pattern):
             if file.is_file():

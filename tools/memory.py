@@ -3,6 +3,9 @@
 Prints a line a model, in MiB on one rank, as Markdown. --config reads other models from
 JSON: {"NAME": {"layers": 48, "H": 16, "HV": 48, "K": 128, "V": 128, "variant": "gdn"}},
 a model's fields those of replayssm.graph.LinearAttention, dtypes by name ("bfloat16").
+
+"dense conv snapshots" are W-1 inputs a draft token. SGLang 0.5.23 keeps those of GDN on CUDA,
+without trees, as one overlapping window of D+W-2: about what "conv windows" take.
 """
 
 import argparse
@@ -19,6 +22,11 @@ from replayssm.graph import LinearAttention, Memory, memory
 REPLAY = ("state", "windows", "conv_states", "conv_windows")
 SNAPSHOT = ("state", "snapshots", "conv_states", "conv_snapshots")
 COLUMNS = (*REPLAY, "total", "snapshots", "conv_snapshots", "snapshot_total")
+
+
+def label(column: str) -> str:
+    """A column as it is shown."""
+    return {"conv_snapshots": "dense conv snapshots"}.get(column, column.replace("_", " "))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +124,7 @@ def shares(
 
 def table(taken: dict[str, Share]) -> str:
     """MiB, a line a model: replay's pools and their total, then what snapshots need."""
-    names = [column.replace("_", " ") for column in COLUMNS]
-    lines = [["model", "H / HV", *names], ["---"] * (2 + len(names))]
+    lines = [["model", "H / HV", *map(label, COLUMNS)], ["---"] * (2 + len(COLUMNS))]
     for name, share in taken.items():
         sizes = (getattr(share.memory, column) / 2**20 for column in COLUMNS)
         heads = f"{share.model.H}/{share.model.HV}"
@@ -150,7 +157,7 @@ def draw(taken: dict[str, Share], title: str, path: Path) -> None:
                     va="center", fontsize=7,
                 )  # fmt: skip
         for part, colour in colours.items():
-            axes.barh(0, 0, color=colour, label=part.replace("_", " "))
+            axes.barh(0, 0, color=colour, label=label(part))
         axes.set_yticks(range(len(taken)), list(taken))
         axes.invert_yaxis()
         axes.margins(x=0.08)
