@@ -69,18 +69,30 @@ class Engine:
             torch.randint(0, D + 1, (b,), generator=draw),
         ).to(self.device)
 
-    def verify(self, batch: StaticBatch, cu_seqlens: Tensor | None) -> None:
-        """Every layer's verify, and the conv windows a forward would leave."""
+    def pack(self, batch: StaticBatch) -> None:
+        """Moves the inputs of dense rows to where a filled compact batch has them."""
+        row, column, covered = batch.places(batch.cu_seqlens())
+        for value in (*self.inputs.values(), self.targets[None]):
+            packed = value[:, row * D + column]
+            covers = covered.view(1, -1, *(1,) * (value.dim() - 2))
+            value[:, : len(row)] = torch.where(covers, packed, 0)
+
+    def verify(self, batch: StaticBatch, cu_seqlens: Tensor | None) -> Tensor:
+        """Every layer's verify, and the conv windows a forward would leave.
+
+        Returns the last layer's outputs.
+        """
         slots, tokens = batch.slots(self.commit.slot_map), batch.bucket.tokens
         for layer in range(L):
             windows = (window[layer] for window in self.pools.windows)
-            ops.verify(
+            outputs = ops.verify(
                 *(x[layer, :tokens] for x in self.inputs.values()), self.A_log[layer],
                 self.dt_bias[layer], self.pools.state[layer], *windows, slots, cu_seqlens,
                 batch.window_indices, lower_bound=self.model.lower_bound,
             )  # fmt: skip
         for window, values in zip(self.pools.conv_windows, self.conv, strict=True):
             window.copy_(values)
+        return outputs
 
     def step(self, batch: StaticBatch):
         """verify and commit."""

@@ -187,13 +187,20 @@ def test_cuda_graphs_are_byte_identical(algo, mode):
     says(done, f"mode           {mode}, CUDA graphs")
 
 
+ON_A_GPU = {
+    "cap-accept, no graphs": "--algo dspark --no-graphs",
+    "compact, no graphs, compiled": "--model gdn --algo dspark --mode compact --no-graphs",
+    "compact, CUDA graphs, compiled": "--model gdn --algo dspark --mode compact --graphs",
+    "static, CUDA graphs, compiled": "--model kda --algo dflash --graphs",
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("graphs", ["--graphs", "--no-graphs"])
-def test_the_step_that_inductor_compiles_is_byte_identical(graphs):
-    way = ("--algo", "dspark", "--mode", "compact", graphs)
-    done = run("--model", "gdn", "--compile", *way, device="cuda")
-    said = "CUDA graphs" if graphs == "--graphs" else "no graphs"
-    says(done, f"mode           compact, {said}, compiled")
+@pytest.mark.parametrize("way", ON_A_GPU)
+def test_with_inductor_or_without_graphs_it_is_byte_identical(way):
+    compile = ["--compile"] if "compiled" in way else []
+    done = run(*compile, *ON_A_GPU[way].split(), device="cuda")
+    says(done, f"mode           {way}")
 
 
 def test_the_whole_step_compiles_and_is_byte_identical():

@@ -135,6 +135,12 @@ def test_the_engine_page_commits_a_step():
     assert all(1 <= n <= cap for n, cap in zip(accept_lens, (8, 4), strict=True))
     assert anchors == [names["targets"][i, n - 1] for i, n in enumerate(accept_lens)]
     assert names["seq_lens"].tolist() == [100 + accept_lens[0], 7 + accept_lens[1]]
+    # Draft and target agree in distribution, so all drafts are accepted up to the cap.
+    assert names["lens"].tolist() == [8, 4]
+    assert names["lengths"].tolist() == [108, 11]
+    counters = names["counters"].cpu()
+    assert (counters - (torch.arange(32) << 32))[[3, 5]].tolist() == [8, 4]
+    assert int(counters.sum()) == sum(range(32)) * 2**32 + 12
 
 
 def test_links_between_the_documents_lead_somewhere():

@@ -2,13 +2,18 @@
 
 import math
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.cudagraph_trees import get_manager
 from torch._inductor.utils import run_and_get_code
+from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
 
 from engine import VOCAB, D, Engine
 from samples import bits_equal
@@ -107,17 +112,19 @@ replayssm.conv_commit.default""",
     )
 
 
-def test_an_exported_commit_equals_eager(device):
-    engine, eager = pair(device, "gdn", 5)
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_an_exported_commit_equals_eager(device, variant):
+    engine, eager = pair(device, variant, 5)
     args = arguments(engine, 5)
     program = torch.export.export(engine.commit, args)
     check(program.module(), engine, eager, args)
 
 
 @pytest.mark.gpu
-def test_reduce_overhead_captures_the_commit():
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_reduce_overhead_captures_the_commit(variant):
     """Pools are module buffers, which is what it takes (field case 79)."""
-    engine, eager = pair("cuda", "gdn", 5)
+    engine, eager = pair("cuda", variant, 5)
     args = arguments(engine, 5)
     commit = torch.compile(engine.commit, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
@@ -126,6 +133,10 @@ def test_reduce_overhead_captures_the_commit():
             bits_equal(got.clone(), want)
         same(engine, eager)
     assert counters["inductor"]["cudagraph_skips"] == 0
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    # One graph, recorded in the second call and replayed from then on.
+    (graphs,) = manager.roots.values()
+    assert [type(node.graph) for node in graphs] == [torch.cuda.CUDAGraph]
 
 
 class Plain(torch.nn.Module):
@@ -139,9 +150,25 @@ class Plain(torch.nn.Module):
         return tuple(self.commit(*args))
 
 
-def test_a_commit_compiled_ahead_of_time_equals_eager(tmp_path):
+def links_with_cuda(folder: Path) -> bool:
+    """A pip-installed torch runs without the headers that this needs."""
+    if CUDA_HOME is None:
+        return False
+    paths = [f"-I{path}" for path in include_paths("cuda")]
+    paths += [f"-L{path}" for path in library_paths("cuda")]
+    source = folder / "empty.cpp"
+    source.write_text("#include <cuda.h>\n#include <cuda_runtime.h>\n")
+    command = [get_cpp_compiler(), "-shared", source, "-o", folder / "empty.so"]
+    built = subprocess.run([*command, *paths, "-lcuda"], capture_output=True)
+    return built.returncode == 0
+
+
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_a_commit_compiled_ahead_of_time_equals_eager(tmp_path, device, variant):
     """AOTInductor, its package folding into our own pools."""
-    engine, eager = pair("cpu", "gdn", 5)
+    if device == "cuda" and not links_with_cuda(tmp_path):
+        pytest.skip("AOTInductor's C++ needs the CUDA toolkit to compile and link")
+    engine, eager = pair(device, variant, 5)
     args = arguments(engine, 5)
     program = torch.export.export(Plain(engine.commit), args)
     path = str(tmp_path / "commit.pt2")

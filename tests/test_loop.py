@@ -151,8 +151,9 @@ def test_accepted_lengths_are_counted(device, graphs):
 
 
 @pytest.mark.gpu
-def test_queued_replays_do_not_wait_for_the_device():
-    loop = loop_of("cuda", "cap-accept", True)
+@pytest.mark.parametrize("mode", ["static", "cap-accept", "compact"])
+def test_queued_replays_do_not_wait_for_the_device(mode):
+    loop = loop_of("cuda", mode, True)
     start(loop, "cuda", [3, 0, 5], [30, 20, 17])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -65,13 +65,28 @@ def prefills(model, device, chunk=True):
     return torch.stack(rows, 1)
 
 
+def inputs(model, device, N, seed):
+    """What N tokens of 3 requests feed each convolution: [L, 3, C, N]."""
+    return [
+        random(model.layers, 3, C, N, device=device, seed=10 * seed + i)
+        for i, C in enumerate(model.conv_groups)
+    ]
+
+
+def rolled(conv_state, inputs):
+    """A conv state [.., W-1] after inputs [.., N], token by token."""
+    for x in inputs.unbind(-1):
+        conv_state = torch.cat([conv_state[..., 1:], x[..., None]], -1)
+    return conv_state
+
+
 def steps(model, device, start):
     """The tokens of one verify of a batch of 3, by layer."""
     return [tokens_of(model, device, i, 3 * D, seed=start) for i in range(model.layers)]
 
 
 def speculate(pools, device, accept, start):
-    """One verify and fold of the batch; its outputs [L, 3, D, HV, V]."""
+    """One verify and commit of the batch; its outputs [L, 3, D, HV, V]."""
     slots = torch.tensor(SLOTS, device=device)
     rows = torch.tensor([2, 0, 1], device=device)
     outputs = [
@@ -81,8 +96,16 @@ def speculate(pools, device, accept, start):
         ).unflatten(0, (3, D))
         for i, tokens in enumerate(steps(pools.model, device, start))
     ]  # fmt: skip
+    for state, window, new in zip(
+        pools.conv_states, pools.conv_windows, inputs(pools.model, device, D, start),
+        strict=True,
+    ):  # fmt: skip
+        window[:, rows] = torch.cat([state[:, slots, :, 1:], new], -1)
     lens = torch.tensor(accept, device=device)
     ops.fold(pools.state, *pools.windows, slots, lens, window_indices=rows)
+    ops.conv_commit(
+        pools.conv_states, pools.conv_windows, slots, lens, window_indices=rows
+    )  # fmt: skip
     return torch.stack(outputs)
 
 
@@ -104,16 +127,21 @@ def decode(state, model, device, accept, start):
 def test_speculation_goes_on_from_a_prefill_as_decoding_does(device, model):
     """Bitwise, from the state that a chunked prefill left as [K, V]."""
     states = prefills(model, device)
+    convs = [x[..., 1 - model.conv_width :] for x in inputs(model, device, PROMPT, 100)]
     pools = pools_of(model, device)
-    put(pools, SLOTS, states, None, layout="kv")
+    put(pools, SLOTS, states, convs, layout="kv")
     plain = states.mT.contiguous()
-    for start, accept in ((1, [3, 4, 4]), (2, [4, 1, 2]), (3, [1, 0, 0])):
+    for start, accept in ((1, [1, 4, 4]), (2, [4, 1, 2]), (3, [3, 0, 0])):
         got = speculate(pools, device, accept, start)
         want = decode(plain, model, device, accept, start)
         for row in ROWS:
             n = accept[row]
             bits_equal(got[:, row, :n], want[:, row, :n], f"outputs of row {row}")
+            for conv, new in zip(convs, inputs(model, device, D, start), strict=True):
+                conv[:, row] = rolled(conv[:, row], new[:, row, :, :n])
         bits_equal(pools.state[:, LIVE], plain[:, ROWS], "state")
+        for pool, conv in zip(pools.conv_states, convs, strict=True):
+            bits_equal(pool[:, LIVE], conv[:, ROWS], "conv state")
 
 
 @MODELS
@@ -121,9 +149,17 @@ def test_a_chunked_prefill_then_speculation_equals_a_token_loop_from_the_start(
     device, model
 ):
     """Field case 48: with K = V too, a transposed state would be far away."""
-    pools, accept = pools_of(model, device), [4, 4, 3]
-    put(pools, SLOTS, prefills(model, device), None, layout="kv")
+    pools, accept = pools_of(model, device), [2, 4, 3]
+    convs = inputs(model, device, PROMPT, 100)
+    ended = [x[..., 1 - model.conv_width :] for x in convs]
+    put(pools, SLOTS, prefills(model, device), ended, layout="kv")
     loop = prefills(model, device, chunk=False).mT.contiguous()
     speculate(pools, device, accept, start=1)
     decode(loop, model, device, accept, start=1)
     torch.testing.assert_close(pools.state[:, LIVE], loop[:, ROWS], rtol=1e-4, atol=1e-5)
+    drafts = inputs(model, device, D, 1)
+    for pool, prompt, draft in zip(pools.conv_states, convs, drafts, strict=True):
+        for slot, row in zip(LIVE, ROWS, strict=True):
+            start = torch.zeros_like(pool[:, slot])
+            said = torch.cat([prompt[:, row], draft[:, row, :, : accept[row]]], -1)
+            bits_equal(pool[:, slot], rolled(start, said), "conv state")
