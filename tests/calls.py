@@ -70,13 +70,16 @@ def scatter(device, inner, track=False, dtype=torch.float32):
     return "scatter", (state, intermediate, slots, steps), kwargs
 
 
-def accept(device, lengths=None, draft=torch.int64, target=torch.int64, **options):
-    """Four requests; rows, packed rows, or columns of a wider tensor."""
+def accept(
+    device, lengths=None, packed=True, draft=torch.int64, target=torch.int64, **options
+):
+    """Four requests; rows, packed rows, or rows beside packed targets; strided drafts."""
     drafts = torch.tensor([[5, 1, 2, 3], [6, 1, 9, 3], [7, 8, 2, 3], [8, 1, 2, 9]])
     targets = torch.tensor([[1, 2, 3, 4]] * 4)
     options = {name: torch.tensor(x, device=device) for name, x in options.items()}
     if lengths is not None:
-        drafts, targets = drafts.flatten(), targets.flatten()
+        drafts = drafts.flatten() if packed else drafts
+        targets = targets.flatten()
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0)
         options["cu_seqlens"] = ends.to(device)
     wide = torch.stack([drafts, drafts], dim=-1).to(device, draft)
@@ -155,6 +158,7 @@ def _matrix():
     )
     yield "accept", functools.partial(accept, target=torch.int32, verify_lens=[4, 3, 1, 0])
     yield "accept-ragged", functools.partial(accept, lengths=[4, 0, 3, 5])
+    yield "accept-rows", functools.partial(accept, lengths=[4, 0, 3, 4], packed=False)
     yield "commit_indices", functools.partial(commit_indices, index=torch.int64)
     yield "commit_indices-track", functools.partial(commit_indices, track=True)
     yield "conv_commit", conv_commit
