@@ -9,6 +9,8 @@ import dataclasses
 import io
 import json
 import os
+import tempfile
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -16,6 +18,7 @@ import torch
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import interpreter_builder
 
+import far
 from calls import CALLS, mutated, named
 from replayssm import ops
 from replayssm.ops import debug, registration, select
@@ -124,6 +127,11 @@ def like_the_reference(*labels):
             bits_equal(pages(tensors[name]), pages(wanted[name]), f"{label}: {name}")
 
 
+def beyond_32_bits(check):
+    with tempfile.TemporaryDirectory() as folder:
+        far.check(check, run, "cpu", far.room("cpu", Path(folder)))
+
+
 def stopped(*rows):
     """The message of debug mode's stop where these rows of 40 break a rule, and whether
     their values were printed."""
@@ -170,6 +178,7 @@ CASES = {
     "conv_commit channels_last": lambda: like_the_reference(
         "conv_commit-dense-last-track", "conv_commit-sliding-last-track"
     ),
+    **{f"far {name}": lambda name=name: beyond_32_bits(name) for name in far.CHECKS},
     "debug stop": the_stop_fails_where_a_row_breaks_the_rule,
 }
 

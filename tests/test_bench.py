@@ -213,6 +213,21 @@ def test_what_was_measured_before_a_failure_is_written(bench, tmp_path):
     assert len(json.loads(out.read_text())["rows"]) == 2
 
 
+@pytest.mark.parametrize(
+    "content", ["", '{"rows": [', "[]", '{"copy_gbs": 1, "rows": []}', '{"copy_gbs": "1"}']
+)
+def test_a_run_is_appended_to_no_malformed_file(bench, capsys, tmp_path, content):
+    """One line and status 2 before anything is measured; the file stays."""
+    out = tmp_path / "figures.json"
+    out.write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        measure(bench, "--append", "--out", str(out))
+    printed, error = capsys.readouterr()
+    assert stop.value.code == 2
+    assert f": {out}: " in error and error.count("\n") == 1
+    assert out.read_text() == content and not printed
+
+
 @pytest.mark.gpu
 @models
 def test_a_run_on_a_gpu_times_every_figure(bench, monkeypatch, model):

@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from calls import CALLS, mutated, named
 from replayssm import ops
+from replayssm.ops import select
 from samples import POOLS, bits_equal, make, pages, stack
 
 COMPILED = [
@@ -197,6 +198,44 @@ def test_pool_sizes_share_a_graph(device):
         p = make(device, "kda", S=S, R=S)
         compiled(*p.args, p.indices([1, 2, 3]))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_batch_sizes_and_index_strides_compile_a_kernel_per_tile(variant):
+    """Triton compiles anew for integers that are 1 or multiples of 16, but not for these:
+    only for what the tables say of so many heads (field case 81)."""
+    chosen, batches = select.kernels(0), (1, 2, 3, 7, 8, 16, 17)
+    shape = {"H": 3, "HV": 12, "K": 64, "V": 96}  # no other test's, so nothing is compiled
+
+    def compiled() -> tuple[int, int]:
+        kernels = chosen.recur, chosen.fold
+        return tuple(len(kernel.device_caches[0][0]) for kernel in kernels)
+
+    before = compiled()
+    for B in batches:
+        p = make("cuda", variant, B=B, S=20, R=20, **shape)
+        for pitch in (1, 2):
+            slots, rows, accept = (
+                x.repeat_interleave(pitch)[::pitch]
+                for x in (p.state_indices, p.window_indices, p.indices([2] * B))
+            )
+            p = p.with_(state_indices=slots, window_indices=rows)
+            p.verify()
+            p.decode(0)
+            p.fold(accept)
+    HV, K, V = 12, 64, 96
+    recur = {
+        (
+            chosen.recur_tile(HV, K, V, B, variant == "kda"),
+            chosen.pdl and chosen.overlaps(HV * B, variant == "kda", False),
+        )
+        for B in batches
+    }
+    fold = {chosen.fold_tile(HV, K, V, B) for B in batches}
+    # verify and decode are one kernel with windows and without.
+    got = tuple(now - then for now, then in zip(compiled(), before, strict=True))
+    assert got == (2 * len(recur), len(fold))
 
 
 def test_an_error_under_compile_is_the_eager_one():

@@ -1,6 +1,7 @@
 """The exactness contract, each clause its own test. Equal means equal bits."""
 
 import itertools
+import statistics
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from samples import VARIANTS, WINDOWS, bits_equal, make
 variants = pytest.mark.parametrize("variant", VARIANTS)
 NARROW = [torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+SLOW = {"H": 2, "HV": 4, "K": 128, "V": 128}  # field case 1's heads
 state_dtypes = pytest.mark.parametrize("state_dtype", NARROW, ids=str)
 
 
@@ -225,16 +227,23 @@ def test_outputs_and_state_follow_fp64(device, variant, dtype):
 
 
 @variants
-def test_the_error_stays_flat_over_many_rounds(device, variant):
-    """Random drafts and accepted lengths, the state carried on (field case 1)."""
-    rounds, D = (2000 if device == "cuda" else 150), 4
-    p = make(device, variant, B=2, D=D)
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_error_stays_flat_over_many_rounds(device, variant, slow):
+    """Random drafts and accepted lengths, the state carried on; slow: g about -0.01, so
+    that a hundred tokens' errors add up (field case 1)."""
+    rounds, D, B = (2000 if device == "cuda" else 300), 4, 1 if slow else 2
+    p = make(device, variant, B=B, D=D, **(SLOW if slow else {}))
+    if slow:  # softplus(-4.6) and 5 sigmoid(-6.2) are 0.01
+        p.A_log.zero_()
+        p.dt_bias.fill_(-4.6 if p.lower_bound is None else -6.2)
     draw = torch.Generator().manual_seed(0)
-    accepts = torch.randint(0, D + 1, (rounds, 2), generator=draw)
+    accepts = torch.randint(0, D + 1, (rounds, B), generator=draw)
     exact = [p.state[slot].cpu().double() for slot in p.state_indices.tolist()]
     errors = []
     for seed, accept in enumerate(accepts):
         p = p.next_tokens(seed)
+        if slow:
+            p.a.mul_(0.1)
         outputs = p.verify()
         want, trajectories = oracle.run(p, exact)
         oracle.assert_outputs(outputs, want)
@@ -244,10 +253,10 @@ def test_the_error_stays_flat_over_many_rounds(device, variant):
         pairs = zip(slots, exact, strict=True)
         errors.append(max(oracle.state_error(p.state[slot], S) for slot, S in pairs))
     assert max(errors) <= 1e-6
-    early, late = errors[: rounds // 2], errors[rounds // 2 :]
-    # Flat: accumulation over the rounds would at least double the median.
-    median = [sorted(part)[len(part) // 2] for part in (early, late)]
-    assert median[1] <= 1.5 * median[0], median
+    # Errors that add up grow as a random walk at least: 4.4 times from round 100 to 1,950,
+    # 1.6 times to the CPU's 250. Of ones that do not, such medians vary by a fifth.
+    early, late = (statistics.median(part) for part in (errors[50:150], errors[-100:]))
+    assert late <= 1.5 * early, (early, late)
 
 
 def test_results_are_the_same_every_time(device):

@@ -1,6 +1,7 @@
 """Kinds of fault that engines met, and that no one op's tests would show; see field_cases."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -61,8 +62,9 @@ def test_a_step_does_not_remember_the_steps_before_it(device, variant):
 
 @variants
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("strength", [30.0, 88.0, 1e4])
-def test_outputs_follow_fp64_through_sudden_decays(device, variant, exact, strength):
+@pytest.mark.parametrize("D", [8, 16])
+@pytest.mark.parametrize("strength", [30.0, 88.0, 1e4, math.inf])
+def test_outputs_follow_fp64_through_sudden_decays(device, variant, exact, D, strength):
     """Between slow tokens, in one channel of KDA: a decay is never inverted, nor is
     the product of some divided by that of others (field case 24)."""
     p = make(device, variant, B=2, D=8, dtype=torch.float32)

@@ -56,6 +56,66 @@ def test_a_table_has_ours_then_peers_with_their_ratio_then_floors():
     ]
 
 
+def one_row(**changes) -> bytes:
+    return json.dumps(results([figure("fold", 1, 10.0) | changes])).encode()
+
+
+GOOD = json.dumps(results(ROWS)).encode()
+MALFORMED = {
+    "empty": (b"", "no JSON to read"),
+    "cut": (GOOD[:-9], "no JSON to read"),
+    "text": (b"| verify | 1 |", "no JSON to read"),
+    "not of a text": (b"\xff\xfe", "no JSON to read"),
+    "too deep": (b"[" * 10**5, "no JSON to read"),
+    "a list": (b"[]", "the file must be an object, is a list"),
+    "no rows": (b'{"card": "", "torch": "", "copy_gbs": 1}', "must have rows of list"),
+    "a row that is a number": (
+        b'{"card": "", "torch": "", "copy_gbs": 1, "rows": [1]}', "row 0 must be an object",
+    ),
+    "a text for a batch": (one_row(B="8"), "row 0 must have B of int, has '8'"),
+    "peers in a list": (one_row(peers=[1]), "row 0 must have peers of dict, has [1]"),
+    "a peer's time in words": (one_row(peers={"rival": "10"}), "must have times above 0"),
+    "no time at all": (one_row(us=0), "row 0 must have times above 0, has (0,)"),
+    "a floor in words": (one_row(fused_floor_us="1"), "row 0 must have fused_floor_us of "),
+    "an unknown op": (one_row(op="sort"), "row 0 must have an op of "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", [table, plot])
+@pytest.mark.parametrize("how", MALFORMED)
+def test_a_malformed_file_is_refused_in_one_line(monkeypatch, capsys, tmp_path, tool, how):
+    """With status 2, and nothing is written."""
+    content, reason = MALFORMED[how]
+    file = tmp_path / "figures.json"
+    file.write_bytes(content)
+    options = ["--out", str(tmp_path)] if tool is plot else []
+    monkeypatch.setattr(sys, "argv", ["tool", str(file), *options])
+    with pytest.raises(SystemExit) as stop:
+        tool.main()
+    out, error = capsys.readouterr()
+    assert stop.value.code == 2
+    assert error.startswith(f"tool: {file}: ") and reason in error
+    assert error.count("\n") == 1 and not out
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_file_without_figures_is_not_drawn(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps(results([])))
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(file), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        plot.main()
+    assert capsys.readouterr().err == f"plot.py: {file}: has no rows to draw\n"
+
+
+def test_where_plots_go_must_be_said(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plot.py", str(ROOT / "docs/benchmarks/h200.json")])
+    with pytest.raises(SystemExit) as stop:
+        plot.main()
+    assert stop.value.code == 2
+    assert "required: --out" in capsys.readouterr().err
+
+
 def test_a_table_tells_drafts_apart_where_there_are_several():
     rows = [figure("fold", 1, 10, D=D, accept=1) for D in (4, 8)]
     lines = table.table(rows, "tiny").splitlines()

@@ -10,6 +10,8 @@ from replayssm import ops
 from samples import VARIANTS, bits_equal, make
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
+exactness = pytest.mark.parametrize("exact", [True, False])
+RELATIVE = {True: 5e-6, False: 1e-5}  # what oracle.assert_outputs grants, what is promised
 BELOW_NORMAL = torch.finfo(torch.float32).tiny  # kernels may flush subnormals to zero
 
 
@@ -35,6 +37,27 @@ def test_softplus_is_right_around_its_threshold(device):
     g, _ = gate(device, SOFTPLUS)
     want = [-math.log1p(math.exp(x)) if x < 700 else -x for x in SOFTPLUS]
     torch.testing.assert_close(g, torch.tensor(want), rtol=1e-6, atol=BELOW_NORMAL)
+
+
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_verify_and_decode_gate_rightly_around_softplus_threshold(device, variant):
+    """As gate does, for each of KDA's channels too: bias included (field case 26)."""
+    # Of this seed no token's output cancels to less than 8 % of its terms.
+    p = make(device, variant, B=1, D=len(SOFTPLUS), dtype=torch.float32, seed=7)
+    p.A_log.zero_()
+    p.dt_bias.fill_(0.5)
+    x = torch.tensor(SOFTPLUS, device=device)
+    p = p.with_(a=(x - 0.5).reshape(-1, *[1] * (p.a.dim() - 1)).expand(p.a.shape).clone())
+    want, trajectories = oracle.run(p)
+    exact_g, _ = oracle.gates(p)
+    decoded = p.copy()
+    oracle.assert_outputs(p.verify(), want)
+    row = p.g_window[p.state_indices[0], :, : len(SOFTPLUS)].transpose(0, 1).cpu().double()
+    torch.testing.assert_close(row, exact_g, rtol=1e-6, atol=BELOW_NORMAL)
+    for t in range(len(SOFTPLUS)):
+        oracle.assert_outputs(decoded.decode(t), want[t : t + 1])
+    state = decoded.state[p.state_indices[0]]
+    assert oracle.state_error(state, trajectories[0][-1]) <= 1e-6
 
 
 def test_softplus_is_right_everywhere(device):
@@ -194,14 +217,15 @@ def test_fold_uses_the_cached_gate_verbatim(device, variant):
 
 
 @pytest.mark.parametrize("variant", ["gdn", "kda"])
+@exactness
 @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-3 / 32**0.5])
-def test_tiny_keys_and_queries_follow_the_eps_rule(device, variant, size):
+def test_tiny_keys_and_queries_follow_the_eps_rule(device, variant, exact, size):
     """x / sqrt(|x|^2 + 1e-6), eps inside the root; |k|^2 = 1e-6 (cases 28, 29)."""
     p = make(device, variant, dtype=torch.float32)
     p.q[1::4], p.k[1::4] = size, size
     p.q[2::4], p.k[2::4] = -size, size
     want, trajectories = oracle.run(p)
-    oracle.assert_outputs(p.verify(), want)
+    oracle.assert_outputs(p.verify(exact=exact), want, RELATIVE[exact])
     p.fold([4, 2, 3])
     for slot, n, states in zip(
         p.state_indices.tolist(), [4, 2, 3], trajectories, strict=True
@@ -210,9 +234,12 @@ def test_tiny_keys_and_queries_follow_the_eps_rule(device, variant, size):
 
 
 @pytest.mark.parametrize("variant", ["gdn", "kda"])
+@exactness
 @pytest.mark.parametrize("use_qk_l2norm", [True, False])
 @pytest.mark.parametrize("scale", [None, 0.25])
-def test_the_norm_flag_and_scale_are_respected(device, variant, use_qk_l2norm, scale):
+def test_the_norm_flag_and_scale_are_respected(
+    device, variant, exact, use_qk_l2norm, scale
+):
     """Long keys without the norm would explode, so they are short (field case 30)."""
     p = make(device, variant, dtype=torch.float32)
     p.k.mul_(0.1)
@@ -221,10 +248,12 @@ def test_the_norm_flag_and_scale_are_respected(device, variant, use_qk_l2norm, s
     other, _ = oracle.run(p, scale=scale, use_qk_l2norm=not use_qk_l2norm)
     assert (other - want).abs().max() > 1e-3, "the sample tells the flag's values apart"
     decoded = p.copy()
-    outputs = p.verify(scale=scale, **options)
-    oracle.assert_outputs(outputs, want)
+    outputs = p.verify(scale=scale, exact=exact, **options)
+    oracle.assert_outputs(outputs, want, RELATIVE[exact])
     p.fold([1, 1, 1], **options)
-    bits_equal(decoded.decode(0, scale=scale, **options), outputs[::4], "decode")
+    one = decoded.decode(0, scale=scale, **options)
+    if exact:
+        bits_equal(one, outputs[::4], "decode")
     p.assert_untouched(decoded.memory("state"))
-    slot, exact = p.state_indices[0], trajectories[0][1]
-    assert oracle.state_error(p.state[slot], exact) <= 1e-6
+    slot, after = p.state_indices[0], trajectories[0][1]
+    assert oracle.state_error(p.state[slot], after) <= 1e-6

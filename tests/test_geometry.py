@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oracle
-from samples import POOLS, TOKENS, VARIANTS, bits_equal, make, stack
+from samples import POOLS, TOKENS, VARIANTS, bits_equal, make
 
 variants = pytest.mark.parametrize("variant", ["gdn", "kda"])
 HEAD_DIMS = [
@@ -179,63 +179,3 @@ def test_strided_gates_give_the_same_bits(device, variant):
     odd.assert_untouched(plain.memory())
     bits_equal(odd.decode(0), plain.decode(0), "decode")
     odd.assert_untouched(plain.memory("state"))
-
-
-@pytest.mark.gpu
-def test_slots_beyond_int32_offsets_are_addressed_rightly():
-    """Slot 8,295 of an 8.7 GB pool aliases slot 103 in 32 bits (field case 41)."""
-    p = make("cuda", "gdn", B=2, D=2, H=16, HV=32, K=128, V=128, state_dtype=torch.bfloat16)
-    far = torch.tensor([8295, 4199], device="cuda", dtype=torch.int32)
-    state = torch.zeros(8300, 32, 128, 128, device="cuda", dtype=torch.bfloat16)
-    state[far.long()] = p.state[p.state_indices.long()]
-    big = p.copy().with_(state=state, state_indices=far, window_indices=p.state_indices)
-    bits_equal(big.verify(), p.verify(), "outputs")
-    for problem in (big, p):
-        problem.fold([2, 1])
-    bits_equal(big.state[far.long()], p.state[p.state_indices.long()], "state")
-    touched = {int(slot) for slot in state.flatten(1).any(1).nonzero()}
-    assert touched == {8295, 4199}
-
-
-def spread(x, stride):
-    """x with its first dimension ``stride`` elements apart."""
-    inner = x[0].contiguous()
-    room = torch.zeros(
-        (x.shape[0] - 1) * stride + inner.numel(), dtype=x.dtype, device=x.device
-    )
-    return room.as_strided(x.shape, (stride, *inner.stride())).copy_(x)
-
-
-@pytest.mark.gpu
-def test_layers_beyond_int32_offsets_are_addressed_rightly():
-    """69 layers, 34 million elements apart: 2.3e9 in all (field case 42)."""
-    narrow = torch.bfloat16
-    layers = [make("cuda", B=2, D=2, state_dtype=narrow).next_tokens(i) for i in range(69)]
-    near, views = stack(layers)
-    for view in views:
-        view.verify()
-    far = near.with_(
-        state=spread(near.state, 34_000_000), v_window=spread(near.v_window, 34_000_000)
-    )
-    for problem in (near, far):
-        problem.fold([2, 1])
-    bits_equal(far.state, near.state, "state")
-
-
-@pytest.mark.gpu
-def test_window_rows_beyond_int32_offsets_are_addressed_rightly():
-    """Rows 1.2e9 elements apart: the last starts at 2.4e9 (field case 43)."""
-    near = make("cuda", B=3, D=2, R=3)
-    rows = {
-        name: spread(getattr(near, name), 1_200_000_000)
-        for name in ("k_window", "v_window")
-    }
-    far = near.with_(**rows)
-    bits_equal(far.verify(), near.verify(), "outputs")
-    for name in rows:
-        bits_equal(getattr(far, name), getattr(near, name), name)
-    near.fold([2, 1, 2])
-    state = near.state.clone()
-    fresh = make("cuda", B=3, D=2, R=3)
-    far.with_(state=fresh.state).fold([2, 1, 2])
-    bits_equal(fresh.state, state, "state")

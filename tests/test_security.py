@@ -94,11 +94,28 @@ def test_the_package_writes_no_file_and_starts_no_program():
     assert not [p.name for p in PACKAGE if {"subprocess", "shutil"} & set(imported(p))]
 
 
+def test_only_three_tools_start_programs_and_one_of_them_asks_a_network():
+    """install_peers.py runs pip, mutate.py the suite, timing.py nvidia-smi and git."""
+    found = {
+        p.name for p in SHIPPED if {"subprocess", "multiprocessing"} & set(imported(p))
+    }
+    assert found == {"install_peers.py", "mutate.py", "timing.py"}
+    asking = {
+        path.name
+        for path in SHIPPED
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and node.value in ("pip", "uv", "curl", "wget", "clone", "fetch", "pull")
+    }
+    assert asking == {"install_peers.py"}
+
+
 AUDITED = """
-import os, sys
+import importlib, os, sys
 sys.path.insert(0, sys.argv.pop(1))
 import torch._dynamo  # its import makes torch's cache folder
-import decode
+import matplotlib.font_manager  # makes matplotlib's, and asks for the fonts of the system
+tool = importlib.import_module(sys.argv[1])
 
 CALLS = ("socket.", "subprocess.", "pickle.find_class", "os.system", "os.exec", "os.fork",
          "os.posix_spawn", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod",
@@ -109,25 +126,37 @@ def watch(event, args):
     if writes or event.startswith(CALLS):
         print("audit:", event, args, file=sys.stderr)
 
+sys.argv.pop(0)
 sys.addaudithook(watch)
-sys.exit(decode.main())
+sys.exit(tool.main())
 """
+FIGURES = str(ROOT / "docs" / "benchmarks" / "h200.json")
+RUNS = {
+    "decode": ["--device", "cpu", "--model", "gdn", "--algo", "dflash", "--tokens", "4"],
+    "memory": ["--tp", "2"],
+    "table": [FIGURES],
+    "plot": [FIGURES, "--out", "plots"],
+}
 
 
-def test_the_demo_writes_nothing_starts_nothing_and_asks_nobody(tmp_path):
+@pytest.mark.parametrize("tool", RUNS)
+def test_a_tool_writes_what_it_is_asked_for_starts_nothing_and_asks_nobody(tmp_path, tool):
     """By Python's own audit events, and in an empty folder with an empty home."""
-    folders = {name: tmp_path / name for name in ("HOME", "TMPDIR", "PWD")}
+    folders = {name: tmp_path / name for name in ("HOME", "TMPDIR", "MPLCONFIGDIR", "PWD")}
     for folder in folders.values():
         folder.mkdir()
     environment = os.environ | {name: str(folder) for name, folder in folders.items()}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     done = subprocess.run(
-        [sys.executable, "-c", AUDITED, TOOLS, "--device", "cpu", "--model", "gdn",
-         "--algo", "dflash", "--tokens", "4"],
+        [sys.executable, "-c", AUDITED, TOOLS, tool, *RUNS[tool]],
         capture_output=True, text=True, cwd=folders["PWD"], env=environment,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [*folders["HOME"].iterdir(), *folders["PWD"].iterdir()] == []
+    events = [line for line in done.stderr.splitlines() if "'plots" not in line]
+    assert (done.returncode, events) == (0, [])
+    assert [*folders["HOME"].iterdir()] == []
+    written = {path.name for path in folders["PWD"].rglob("*")}
+    plots = {"plots", "latency.png", "share.png", "step-speedup.png"}
+    assert written == (plots if tool == "plot" else set())
 
 
 def load(path: Path) -> torch.nn.Module:

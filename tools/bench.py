@@ -23,6 +23,7 @@ import torch
 from figures import Bench
 from problem import HEAD_DIMS, MODELS, OPS, Model, Problem
 from replayssm import ops
+from table import NUMBER, read
 from timing import ROUNDS, Timer, copy_gbs, host_us, machine
 
 TARGETS = [
@@ -148,7 +149,7 @@ def identity(row: dict) -> tuple:
 
 def earlier(file: Path, head: dict) -> dict:
     """What an earlier run wrote; exits where that was not the same card and code."""
-    found = json.loads(file.read_text())
+    found = read(file, copy_gbs=NUMBER, left_out=list)
     for name in ("card", "driver", "torch", "triton", "commit", "sources"):
         if found.get(name) != head.get(name):
             sys.exit(
@@ -162,7 +163,7 @@ def run(bench: Bench, head: dict) -> dict:
     options, kept = bench.options, []
     if options.append and options.out.exists():
         found = earlier(options.out, head)
-        if abs(found["copy_gbs"] / bench.gbs - 1) > 0.02:
+        if not abs(found["copy_gbs"] / bench.gbs - 1) <= 0.02:  # nor is NaN near
             sys.exit(
                 f"--append: {options.out} has copy_gbs {found['copy_gbs']}, "
                 f"this run {bench.gbs:.0f}"

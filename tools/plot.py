@@ -6,7 +6,6 @@ step-speedup.png (a step against each peer's).
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from table import distinct, rows_of
+from table import NUMBER, distinct, read, refuse, rows_of
 
 OURS = {True: ("replayssm", "#1f5fbf"), False: ("replayssm, exact=False", "#0b9e84")}
 FLOORS = {"floor_us": ("floor", "--"), "fused_floor_us": ("floor, fused", ":")}
@@ -39,10 +38,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="JSON of tools/bench.py")
-    parser.add_argument("--out", type=Path, default=Path("."), metavar="FOLDER")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--model", default="qwen3.5-35b", help="of latency.png")
     options = parser.parse_args()
-    for path in draw(json.loads(options.file.read_text()), options.out, options.model):
+    results = read(options.file, card=str, torch=str, copy_gbs=NUMBER)
+    if not results["rows"]:
+        refuse(options.file, "has no rows to draw")
+    for path in draw(results, options.out, options.model):
         print(path)
 
 

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 FLOORS = {
     "verify": "floor: state read",
@@ -12,6 +14,11 @@ FLOORS = {
     "commit": "floor: state read and written",
     "step": "floor: state read twice, written once",
 }
+NUMBER = int | float
+ROW = {
+    "model": str, "op": str, "B": int, "D": int, "accept": int | str, "exact": bool,
+    "us": NUMBER, "floor_us": NUMBER, "peers": dict,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -19,7 +26,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="JSON of tools/bench.py")
     parser.add_argument("--model", help="default: every one, under headings")
     options = parser.parse_args()
-    rows = json.loads(options.file.read_text())["rows"]
+    rows = read(options.file)["rows"]
     models = distinct(row["model"] for row in rows)
     if options.model is None:
         print("\n\n".join(f"### {model}\n\n{table(rows, model)}" for model in models))
@@ -27,6 +34,43 @@ def main() -> None:
         print(table(rows, options.model))
     else:
         parser.error(f"argument --model: must be one of {models}, got {options.model}")
+
+
+def read(file: Path, **kinds: type) -> dict:
+    """What tools/bench.py wrote, with fields of these kinds in its head.
+
+    Exits with status 2 and one line where the file is not that.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        refuse(file, f"no JSON to read: {error}")
+    _check(file, "the file", found, {**kinds, "rows": list})
+    for i, row in enumerate(found["rows"]):
+        _check(file, f"row {i}", row, ROW)
+        _check(file, f"row {i}", {"fused_floor_us": 0, **row}, {"fused_floor_us": NUMBER})
+        times = row["us"], *row["peers"].values()
+        if not all(isinstance(us, NUMBER) and 0 < us < float("inf") for us in times):
+            refuse(file, f"row {i} must have times above 0, has {times}")
+        if row["op"] not in FLOORS:
+            refuse(file, f"row {i} must have an op of {[*FLOORS]}, has {row['op']!r}")
+    return found
+
+
+def _check(file: Path, what: str, fields: object, kinds: dict[str, type]) -> None:
+    if not isinstance(fields, dict):
+        refuse(file, f"{what} must be an object, is a {type(fields).__name__}")
+    for name, kind in kinds.items():
+        if not isinstance(fields.get(name), kind):
+            wanted = getattr(kind, "__name__", kind)
+            refuse(
+                file, f"{what} must have {name} of {wanted}, has {fields.get(name)!r:.40}"
+            )
+
+
+def refuse(file: Path, reason: str) -> NoReturn:
+    print(f"{Path(sys.argv[0]).name}: {file}: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 
 def table(rows: list[dict], model: str) -> str:
