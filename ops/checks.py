@@ -137,7 +137,8 @@ class Check:
         self.require(
             key_heads > 0 and value_heads % key_heads == 0,
             lambda: (
-                f"HV must be a multiple of H, got HV = {value_heads} and H = {key_heads}"
+                f"HV must be a multiple of H, got HV = {value_heads} "
+                f"({self.sources['HV']}) and H = {key_heads} ({self.sources['H']})"
             ),
         )
         self.key_dim()
@@ -145,7 +146,7 @@ class Check:
     def key_dim(self) -> None:
         self.require(
             0 < self.sizes["K"] <= MAX_K,
-            lambda: f"K must be 1 to {MAX_K}, got {self.sizes['K']}",
+            lambda: f"K must be 1 to {MAX_K}, got {self.sizes['K']} ({self.sources['K']})",
         )
 
     def lower_bound(self, value: float | None, kda: bool) -> None:
@@ -167,39 +168,48 @@ class Check:
             self.require(
                 cu_seqlens.shape[0] == batch + 1,
                 lambda: (
-                    f"cu_seqlens must be [B + 1] with B = {batch}, "
-                    f"got {list(cu_seqlens.shape)}"
+                    f"cu_seqlens must be [B + 1] with B = {batch} "
+                    f"({self.sources['B']}), got {list(cu_seqlens.shape)}"
                 ),
             )
             return
         capacity = self.sizes.get("T")
         if isinstance(batch, int) and batch == 0:
-            self.require(tokens == 0, lambda: f"N must be 0 when B is 0, got N = {tokens}")
+            self.require(
+                tokens == 0,
+                lambda: (
+                    f"N must be 0 when B is 0 ({self.sources['B']}), got N = {tokens} "
+                    f"({self.sources['N']})"
+                ),
+            )
             return
         self.require(
             tokens % batch == 0,
             lambda: (
                 "without cu_seqlens N must be a multiple of B, got "
-                f"N = {tokens} and B = {batch}"
+                f"N = {tokens} ({self.sources['N']}) and B = {batch} ({self.sources['B']})"
             ),
         )
         if capacity is not None:
             self.require(
                 tokens <= capacity * batch,
                 lambda: (
-                    f"D = N / B = {tokens // batch} tokens a row do not fit the "
-                    f"window's T = {capacity} rows"
+                    f"D = N / B = {tokens // batch} tokens a row ({self.sources['N']}, "
+                    f"{self.sources['B']}) do not fit the window's T = {capacity} rows "
+                    f"({self.sources['T']})"
                 ),
             )
 
 
-def is_kda(check: Check, name: str, value: Tensor, gdn: str, kda: str) -> bool:
+def is_kda(
+    check: Check, name: str, value: Tensor, gdn: str, kda: str, beside: str = ""
+) -> bool:
     """The variant, read from the rank of ``a`` or a gate window."""
     ranks = {len(gdn.split()): False, len(kda.split()): True}
     if value.dim() not in ranks:
         gdn_dims, kda_dims = (", ".join(dims.split()) for dims in (gdn, kda))
         check.fail(
-            f"{name} must be [{gdn_dims}] (GDN) or [{kda_dims}] (KDA), got "
+            f"{name} must be [{gdn_dims}] (GDN) or [{kda_dims}] (KDA){beside}, got "
             f"{value.dim()} dimensions: {list(value.shape)}"
         )
     return ranks[value.dim()]

@@ -70,7 +70,10 @@ def _check_fold(
     check.tensor(
         "state", state, f"{outer}S HV V K", checks.ACTIVATION, dense=3, written=True
     )
-    kda = checks.is_kda(check, "g_window", g_window, f"{outer}R HV T", f"{outer}R HV T K")
+    kda = checks.is_kda(
+        check, "g_window", g_window, f"{outer}R HV T", f"{outer}R HV T K",
+        f" beside state of {state.dim()} dimensions",
+    )  # fmt: skip
     checks.windows(
         check, k_window, v_window, g_window, beta_window,
         kda=kda, dtype=checks.ACTIVATION, outer=outer,
@@ -156,6 +159,11 @@ def _check_scatter(
     check.tensor(
         "state", state, f"L S {letters}", checks.SNAPSHOT, dense=inner, written=True
     )
+    if intermediate.dim() != inner + 3:
+        check.fail(
+            f"intermediate must be [L, R, D, *inner] beside state of {state.dim()} "
+            f"dimensions, got {intermediate.dim()}: {list(intermediate.shape)}"
+        )
     check.tensor(
         "intermediate", intermediate, f"L R D {letters}", (state.dtype,), dense=inner,
         of=" like state",

@@ -41,6 +41,8 @@ def register(
     name = schema.split("(", 1)[0]
     _PLANS[name] = arrange, plan
     _LIBRARY.define(schema, tags=_TAGS)
+    op = getattr(torch.ops.replayssm, name).default
+    check = _complete(op, check)
 
     def checked(kernel: Callable) -> Callable:
         def call(*args, **kwargs):
@@ -54,7 +56,23 @@ def register(
         kernel = debug.guarded(name, check, kernel) if debug.ENABLED else kernel
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"replayssm::{name}", checked(fake), lib=_LIBRARY)
-    return getattr(torch.ops.replayssm, name).default
+    return op
+
+
+def _complete(
+    op: torch._ops.OpOverload, check: Callable[..., checks.Check]
+) -> Callable[..., checks.Check]:
+    """check, after a look at what the dispatcher lets through: None for a tensor."""
+    name, arguments = op._schema.name.split("::")[1], op._schema.arguments
+    tensors = [(i, x.name) for i, x in enumerate(arguments) if str(x.type) == "Tensor"]
+
+    def call(*args, **kwargs):
+        for i, argument in tensors:
+            if (args[i] if i < len(args) else kwargs.get(argument)) is None:
+                raise TypeError(f"{name}: {argument} must be a tensor, got None")
+        return check(*args, **kwargs)
+
+    return call
 
 
 def run(kernels: SimpleNamespace, name: str, *args, **kwargs) -> tuple[torch.Tensor, ...]:

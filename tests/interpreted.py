@@ -96,6 +96,21 @@ def gates_and_store_fill_the_windows(variant):
         bits_equal(getattr(other, name), getattr(p, name), name)
 
 
+def wide_offsets_are_clamped_and_not_cut(variant):
+    """cu_seqlens past 2^31: its low 32 bits are other offsets."""
+    p = make("cpu", variant, **SHAPE, lengths=[3, 2], R=4)
+    for ends in ([0, 3, 2**32 + 1], [-(2**32) + 2, 3, 5]):
+        wide = torch.tensor(ends)
+        one, other = p.copy(), p.copy()
+        one, other = (x.with_(cu_seqlens=wide) for x in (one, other))
+        (got,) = run("verify", *one.args, lower_bound=p.lower_bound)
+        close(got, other.verify(), f"outputs of {ends}")
+        g, beta = run("gate", p.a, p.b, p.A_log, p.dt_bias, lower_bound=p.lower_bound)
+        run("store", p.k, p.v, g, beta, *one.windows, p.window_indices, wide)
+        for name in WINDOWS:
+            close(getattr(one, name), getattr(other, name), name)
+
+
 def scatter_like_the_reference():
     draw = torch.Generator().manual_seed(0)
     state = torch.randn(2, 5, 3, 7, generator=draw)
@@ -168,8 +183,9 @@ CASES = {
     "decode kda": lambda: commits_what_it_decodes("kda"),
     "store gdn": lambda: gates_and_store_fill_the_windows("gdn"),
     "store kda-safe": lambda: gates_and_store_fill_the_windows("kda-safe"),
+    "wide offsets": lambda: wide_offsets_are_clamped_and_not_cut("gdn"),
     "scatter": scatter_like_the_reference,
-    "accept": lambda: like_the_reference("accept", "accept-ragged"),
+    "accept": lambda: like_the_reference("accept", "accept-ragged", "accept-rows"),
     "commit_indices": lambda: like_the_reference("commit_indices", "commit_indices-track"),
     "conv_commit dense": lambda: like_the_reference(
         "conv_commit", "conv_commit-dense-track"

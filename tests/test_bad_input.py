@@ -34,7 +34,7 @@ ValueError: decode: v's innermost dimension must be contiguous, got shape [3, 2,
 ValueError: decode: state's innermost 3 dimensions must be contiguous, got shape [6, 2, 64, 32] with strides [4096, 2048, 1, 64]
 ValueError: decode: state is written and must not overlap itself, got shape [6, 2, 64, 32] with strides [0, 2048, 32, 1]
 ValueError: decode: lower_bound is KDA's safe gate and must be None for GDN (a is [N, HV]), got -5.0
-ValueError: decode: HV must be a multiple of H, got HV = 2 and H = 3""",
+ValueError: decode: HV must be a multiple of H, got HV = 2 (v) and H = 3 (q)""",
     )
 
 
@@ -95,9 +95,9 @@ ValueError: store: g's innermost dimension must be contiguous, got shape [12, 2,
 ValueError: store: g_window's innermost 3 dimensions must be contiguous, got shape [6, 2, 6, 32] with strides [384, 192, 1, 6]
 ValueError: store: v_window is written and must not overlap itself, got shape [6, 2, 6, 64] with strides [0, 384, 64, 1]
 ValueError: store: g_window must be [R, HV, T] (GDN), got 4 dimensions: [6, 2, 6, 32]
-ValueError: store: without cu_seqlens N must be a multiple of B, got N = 12 and B = 5
-ValueError: store: D = N / B = 12 tokens a row do not fit the window's T = 6 rows
-ValueError: store: cu_seqlens must be [B + 1] with B = 3, got [3]""",
+ValueError: store: without cu_seqlens N must be a multiple of B, got N = 12 (k) and B = 5 (window_indices)
+ValueError: store: D = N / B = 12 tokens a row (k, window_indices) do not fit the window's T = 6 rows (k_window)
+ValueError: store: cu_seqlens must be [B + 1] with B = 3 (window_indices), got [3]""",
     )
 
 
@@ -151,8 +151,8 @@ ValueError: fold: state is written and must not overlap itself, got shape [2, 8,
 ValueError: fold: g_window's innermost 3 dimensions must be contiguous, got shape [2, 5, 2, 6, 32] with strides [120, 24, 6, 1, 0]
 ValueError: fold: track_steps needs track_indices beside it, got None
 ValueError: fold: track_indices needs track_steps beside it, got None
-ValueError: fold: HV must be a multiple of H, got HV = 2 and H = 3
-ValueError: fold: K must be 1 to 256, got 288""",
+ValueError: fold: HV must be a multiple of H, got HV = 2 (state) and H = 3 (k_window)
+ValueError: fold: K must be 1 to 256, got 288 (state)""",
     )
 
 
@@ -171,8 +171,8 @@ def test_scatter_refuses_wrong_metadata(device):
         got,
         """\
 ValueError: scatter: state must be [L, S, *inner], got [3]
-ValueError: scatter: intermediate must be [L, R, D, inner0, inner1, inner2], got 5 dimensions: [2, 4, 3, 6, 3]
-ValueError: scatter: intermediate must be [L, R, D, inner0, inner1], got 6 dimensions: [1, 2, 4, 3, 6, 3]
+ValueError: scatter: intermediate must be [L, R, D, *inner] beside state of 5 dimensions, got 5: [2, 4, 3, 6, 3]
+ValueError: scatter: intermediate must be [L, R, D, *inner] beside state of 4 dimensions, got 6: [1, 2, 4, 3, 6, 3]
 ValueError: scatter: intermediate must be [L, R, D, inner0, inner1] with L = 2 as in state, got [3, 4, 3, 6, 3]
 ValueError: scatter: intermediate must be [L, R, D, inner0, inner1] with inner1 = 3 as in state, got [2, 4, 3, 6, 4]
 ValueError: scatter: step_indices must be [B] with B = 3 as in state_indices, got [4]

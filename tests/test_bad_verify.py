@@ -58,13 +58,13 @@ ValueError: verify: v_window must be [R, HV, T, V] with V = 64 as in v, got [6, 
 ValueError: verify: k_window must be [R, H, T, K] with H = 1 as in q, got [6, 2, 6, 32]
 ValueError: verify: v_window must be [R, HV, T, V] with T = 7 as in k_window, got [6, 2, 6, 64]
 ValueError: verify: beta_window must be [R, HV, T] with R = 6 as in k_window, got [7, 2, 6]
-ValueError: verify: without cu_seqlens N must be a multiple of B, got N = 12 and B = 5
+ValueError: verify: without cu_seqlens N must be a multiple of B, got N = 12 (q) and B = 5 (state_indices)
 ValueError: verify: window_indices must be [B] with B = 3 as in state_indices, got [2]
-ValueError: verify: cu_seqlens must be [B + 1] with B = 3, got [3]
-ValueError: verify: N must be 0 when B is 0, got N = 12
-ValueError: verify: D = N / B = 4 tokens a row do not fit the window's T = 3 rows
-ValueError: verify: HV must be a multiple of H, got HV = 2 and H = 3
-ValueError: verify: K must be 1 to 256, got 288""",
+ValueError: verify: cu_seqlens must be [B + 1] with B = 3 (state_indices), got [3]
+ValueError: verify: N must be 0 when B is 0 (state_indices), got N = 12 (q)
+ValueError: verify: D = N / B = 4 tokens a row (q, state_indices) do not fit the window's T = 3 rows (k_window)
+ValueError: verify: HV must be a multiple of H, got HV = 2 (v) and H = 3 (q)
+ValueError: verify: K must be 1 to 256, got 288 (q)""",
     )
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 CASES = [
     "verify gdn", "verify kda ragged", "verify kda-safe", "fold gdn", "fold kda",
-    "decode gdn", "decode kda", "store gdn", "store kda-safe", "scatter",
+    "decode gdn", "decode kda", "store gdn", "store kda-safe", "wide offsets", "scatter",
     "accept", "commit_indices", "conv_commit dense", "conv_commit sliding",
     "conv_commit channels_last", *(f"far {check}" for check in far.CHECKS), "debug stop",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 
 from replayssm import ops
 from replayssm.graph import LinearAttention, Pools
-from samples import bits, bits_equal, make_tokens
+from samples import WINDOWS, bits, bits_equal, make, make_tokens
 
 GDN = LinearAttention(2, 1, 2, 16, 32, "gdn")
 KDA = dataclasses.replace(GDN, variant="kda", H=2)
@@ -113,3 +113,16 @@ def test_a_captured_reset_zeroes_the_slots_of_its_replay_and_never_waits():
     assert (pools.state != 0).flatten(2).all(2).tolist() == [
         [True, True, True, False, True]
     ] * 2
+
+
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+@pytest.mark.parametrize("ends", [[0, 3, 2**32 + 1], [-(2**32) + 2, 3, 5]], ids=str)
+def test_offsets_of_64_bits_are_clamped_and_not_cut(device, variant, ends):
+    """The low 32 bits of such a cu_seqlens would be other offsets."""
+    p = make(device, variant, lengths=[3, 2], R=4)
+    wide = torch.tensor(ends, device=device)
+    one = p.copy().with_(cu_seqlens=wide)
+    other = p.copy().with_(cu_seqlens=wide.clamp(0, 5))
+    bits_equal(one.verify(), other.verify(), "outputs")
+    for name in WINDOWS:
+        bits_equal(getattr(one, name), getattr(other, name), name)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .step import clamped
+
 
 @triton.jit(do_not_specialize=["span", "N", "D", "R", "T", "wi_s", "cu_s"])
 def store(
@@ -18,10 +20,8 @@ def store(
     i_hv = (pid // span) % HV
     i_b = pid // (span * HV)
     if cu_seqlens is not None:
-        start = tl.load(cu_seqlens + i_b * cu_s).to(tl.int32)
-        end = tl.load(cu_seqlens + (i_b + 1) * cu_s).to(tl.int32)
-        start = tl.minimum(tl.maximum(start, 0), N)
-        n = tl.minimum(end, N) - start
+        start = clamped(cu_seqlens + i_b * cu_s, N)
+        n = clamped(cu_seqlens + (i_b + 1) * cu_s, N) - start
     else:
         start = i_b * D
         n = D

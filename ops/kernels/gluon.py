@@ -30,6 +30,7 @@ from .chunks import (
 )
 from .step import (
     advance,
+    clamped,
     decay_rate,
     dot_rows,
     exp,
@@ -100,15 +101,13 @@ def recur(
     mask_v = o_v < V
     if cu_seqlens is not None:
         if i_b == B:  # one program more than rows: the tokens no row covers
-            first = gl.minimum(gl.maximum(gl.load(cu_seqlens).to(gl.int32), 0), N)
-            last = gl.minimum(gl.maximum(gl.load(cu_seqlens + B * cu_s).to(gl.int32), 0), N)
+            first = clamped(cu_seqlens, N)
+            last = clamped(cu_seqlens + B * cu_s, N)
             zero_tokens(o, 0, first, i_hv, o_v, mask_v, HV, V)
             zero_tokens(o, gl.maximum(first, last), N, i_hv, o_v, mask_v, HV, V)
             return
-        start = gl.load(cu_seqlens + i_b * cu_s).to(gl.int32)
-        end = gl.load(cu_seqlens + (i_b + 1) * cu_s).to(gl.int32)
-        start = gl.minimum(gl.maximum(start, 0), N)
-        n = gl.maximum(gl.minimum(end, N) - start, 0)
+        start = clamped(cu_seqlens + i_b * cu_s, N)
+        n = gl.maximum(clamped(cu_seqlens + (i_b + 1) * cu_s, N) - start, 0)
     else:
         start = i_b * D
         n = D

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .step import (
     advance,
+    clamped,
     decay_rate,
     dot_rows,
     exp,
@@ -79,15 +80,13 @@ def recur(
     mask_v = o_v < V
     if cu_seqlens is not None:
         if i_b == B:  # one program more than rows: the tokens no row covers
-            first = tl.minimum(tl.maximum(tl.load(cu_seqlens).to(tl.int32), 0), N)
-            last = tl.minimum(tl.maximum(tl.load(cu_seqlens + B * cu_s).to(tl.int32), 0), N)
+            first = clamped(cu_seqlens, N)
+            last = clamped(cu_seqlens + B * cu_s, N)
             _zero_tokens(o, 0, first, i_hv, o_v, mask_v, HV, V)
             _zero_tokens(o, tl.maximum(first, last), N, i_hv, o_v, mask_v, HV, V)
             return
-        start = tl.load(cu_seqlens + i_b * cu_s).to(tl.int32)
-        end = tl.load(cu_seqlens + (i_b + 1) * cu_s).to(tl.int32)
-        start = tl.minimum(tl.maximum(start, 0), N)
-        n = tl.maximum(tl.minimum(end, N) - start, 0)
+        start = clamped(cu_seqlens + i_b * cu_s, N)
+        n = tl.maximum(clamped(cu_seqlens + (i_b + 1) * cu_s, N) - start, 0)
     else:
         start = i_b * D
         n = D

@@ -17,6 +17,12 @@ import triton.language as tl
 
 
 @triton.jit
+def clamped(p, N):
+    """The token offset at p, within 0 .. N: before it is narrowed, or int64 would wrap."""
+    return tl.minimum(tl.maximum(tl.load(p), 0), N).to(tl.int32)
+
+
+@triton.jit
 def exp(x):
     """e^x for x <= 89 to about 1 ulp; 0 below -87.3, so of -inf too."""
     n = tl.floor(tl.fma(x, 1.4426950408889634, 0.5))
