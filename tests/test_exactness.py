@@ -13,15 +13,20 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 NARROW = [torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
 SLOW = {"H": 2, "HV": 4, "K": 128, "V": 128}  # field case 1's heads
+# D, K, V, HV: the kernels stage 8 tokens together, and choose tiles and layouts by K and V.
+LARGE = [
+    (16, 128, 128, 3),
+    (9, 96, 96, 2),
+    (12, 192, 192, 4),
+    (16, 256, 256, 2),
+    (8, 64, 64, 7),
+]
 state_dtypes = pytest.mark.parametrize("state_dtype", NARROW, ids=str)
 
 
-@variants
-@dtypes
-def test_verify_and_fold_equal_decoding_the_accepted_tokens(device, variant, dtype):
-    """Every accepted length at once, 0 and D included (field cases 2, 3, 17)."""
-    D = 8
-    spoken = make(device, variant, B=D + 1, D=D, dtype=dtype)
+def check_against_decode(device, variant, D, **options):
+    """Every accepted length at once, 0 and D included."""
+    spoken = make(device, variant, B=D + 1, D=D, **options)
     decoded, accept = spoken.copy(), torch.arange(D + 1, device=device)
     outputs = spoken.verify().unflatten(0, (D + 1, D))
     spoken.fold(accept)
@@ -30,6 +35,22 @@ def test_verify_and_fold_equal_decoding_the_accepted_tokens(device, variant, dty
         output = decoded.decode(t, alive)
         bits_equal(outputs[alive, t], output[alive], f"output of token {t}")
     spoken.assert_untouched(decoded.memory("state"))
+
+
+@variants
+@dtypes
+def test_verify_and_fold_equal_decoding_the_accepted_tokens(device, variant, dtype):
+    """Field cases 2, 3, 17."""
+    check_against_decode(device, variant, D=8, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("variant", "D", "K", "V", "HV"),
+    [(variant, *shape) for variant in ("gdn", "kda") for shape in LARGE]
+    + [("kda-safe", *LARGE[0])],
+)
+def test_long_windows_and_large_heads_equal_decoding_too(device, variant, D, K, V, HV):
+    check_against_decode(device, variant, D, K=K, V=V, HV=HV)
 
 
 @variants
@@ -59,8 +80,12 @@ def test_one_token_commits_as_decode_does_for_a_16_bit_state(device, variant, st
 @variants
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("D", "K", "V"), [(2, 32, 96), (5, 96, 32), (8, 128, 128), (9, 64, 64), (16, 128, 64)]
-)
+    ("D", "K", "V"),
+    [
+        (2, 32, 96), (5, 96, 32), (8, 128, 128), (9, 64, 64), (16, 128, 64),
+        (8, 256, 64), (16, 224, 64), (8, 192, 128), (8, 64, 256),
+    ],
+)  # fmt: skip
 def test_inexact_outputs_are_near_fp64_and_change_nothing_else(
     device, variant, dtype, D, K, V
 ):

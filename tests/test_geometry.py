@@ -6,13 +6,15 @@ import torch
 import oracle
 from samples import POOLS, TOKENS, VARIANTS, bits_equal, make
 
-variants = pytest.mark.parametrize("variant", ["gdn", "kda"])
+variants = pytest.mark.parametrize("variant", VARIANTS)
 HEAD_DIMS = [
     (32, 32), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256),
     (32, 64), (64, 128), (192, 128), (128, 64), (80, 80), (48, 40), (5, 3),
 ]  # fmt: skip
-KDA_HEAD_DIMS = [(128, 128), (256, 256), (192, 128), (64, 128), (80, 80), (5, 3)]
-RATIOS = [(2, 2), (12, 12), (2, 4), (1, 3), (2, 8), (2, 14), (1, 8)]
+HEADS = [  # H, HV, K, V
+    (2, 2, 32, 64), (12, 12, 32, 64), (2, 4, 128, 64), (1, 3, 96, 96), (2, 8, 192, 128),
+    (2, 14, 48, 40), (1, 8, 5, 3),
+]  # fmt: skip
 
 
 def check_against_fp64(p, accept):
@@ -24,22 +26,19 @@ def check_against_fp64(p, accept):
         assert oracle.state_error(p.state[slot], states[n]) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("variant", "K", "V"),
-    [("gdn", *dims) for dims in HEAD_DIMS] + [("kda", *dims) for dims in KDA_HEAD_DIMS],
-)
+@variants
+@pytest.mark.parametrize(("K", "V"), HEAD_DIMS)
 def test_any_head_dims_follow_fp64(device, variant, K, V):
     """Unequal dims catch a transposed state, odd ones a missing mask (case 48, 53)."""
     check_against_fp64(make(device, variant, B=2, D=2, K=K, V=V, H=1, HV=2), [2, 1])
 
 
-@pytest.mark.parametrize(
-    ("variant", "H", "HV"),
-    [("gdn", *heads) for heads in RATIOS] + [("kda", 12, 12), ("kda", 1, 3)],
-)
-def test_any_ratio_of_value_to_key_heads_follows_fp64(device, variant, H, HV):
+@variants
+@pytest.mark.parametrize(("H", "HV", "K", "V"), HEADS)
+def test_any_ratio_of_value_to_key_heads_follows_fp64(device, variant, H, HV, K, V):
     """Key head hv // (HV / H), ratios 1, 2, 3, 4, 7 and 8 (field cases 50, 51)."""
-    check_against_fp64(make(device, variant, B=2, D=3, H=H, HV=HV), [3, 1])
+    p = make(device, variant, B=2, D=3, H=H, HV=HV, K=K, V=V)
+    check_against_fp64(p, [3, 1])
 
 
 @variants
@@ -70,7 +69,7 @@ def test_each_gate_input_has_its_own_dtype(device, dtype, gate_dtype):
     p.assert_untouched(upcast.memory())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@variants
 def test_ragged_rows_follow_fp64(device, variant):
     """Zero-length rows and an uncovered tail, whose output is zero (field case 15)."""
     p = make(device, variant, lengths=[0, 4, 1, 0, 7], tail=5)
@@ -168,7 +167,7 @@ def pitched(x, pitch):
 def test_strided_gates_give_the_same_bits(device, variant):
     """b and GDN's a may have any stride, dt_bias and A_log too (field case 46)."""
     plain = make(device, variant)
-    kda = variant == "kda"
+    kda = variant != "gdn"
     odd = plain.copy().with_(
         b=pitched(plain.b, 40),
         a=plain.a if kda else plain.a.t().contiguous().t(),

@@ -160,8 +160,17 @@ from replayssm import ops
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_an_op_can_be_the_first_call_of_a_process(op):
-    run_fresh(f"import torch\nfrom replayssm import ops\n{ARGUMENTS}\n{CALLS[op]}")
+def test_an_op_can_be_the_first_call_of_a_process(device, op):
+    """On a GPU too, where it is the first to look for kernels."""
+    run_fresh(f"""
+import torch
+from replayssm import ops
+torch.set_default_device("{device}")
+{ARGUMENTS}
+{CALLS[op]}
+if torch.cuda.is_initialized():
+    torch.cuda.synchronize()
+""")
 
 
 def test_every_public_op_has_a_cold_call_here():

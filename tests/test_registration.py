@@ -74,6 +74,14 @@ def like(x, mode):
     return torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, x)
 
 
+def assert_same_metadata(fakes, reals):
+    for fake, real in zip(fakes, reals, strict=True):
+        assert fake.shape == real.shape
+        assert fake.dtype == real.dtype
+        assert fake.device == real.device
+        assert fake.stride() == real.stride()
+
+
 @every_call
 def test_the_fake_kernel_has_the_real_outputs_metadata(device, label):
     """Shape, dtype, device and strides, for strided and ragged inputs (case 78)."""
@@ -83,28 +91,31 @@ def test_the_fake_kernel_has_the_real_outputs_metadata(device, label):
         fake_kwargs = {name: like(x, mode) for name, x in kwargs.items()}
         fakes = outputs_of(overload(op)(*fake_args, **fake_kwargs))
     reals = outputs_of(overload(op)(*args, **kwargs))
-    for fake, real in zip(fakes, reals, strict=True):
-        assert fake.shape == real.shape
-        assert fake.dtype == real.dtype
-        assert fake.device == real.device
-        assert fake.stride() == real.stride()
+    assert_same_metadata(fakes, reals)
 
 
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 1, 3, 5), (2, 3, 2, 6, 7, 9), (5, 16, 3, 3, 64, 8)]
 )
 def test_fake_outputs_follow_the_input_sizes(device, shape):
+    """Drafts as rows, packed, and as rows beside packed targets, in other dtypes."""
     B, D, H, HV, K, V = shape
-    p = make(device, "kda", B=B, D=D, H=H, HV=HV, K=K, V=V)
-    with FakeTensorMode() as mode:
-        fake = p.with_(**{
-            name: like(value, mode) for name, value in vars(p).items() if value is not None
-        })  # fmt: skip
-        out = overload("verify")(*fake.args)
-        g, beta = overload("gate")(fake.a, fake.b, fake.A_log, fake.dt_bias)
-    for got, dims in ((out, (B * D, HV, V)), (g, (B * D, HV, K)), (beta, (B * D, HV))):
-        assert tuple(got.shape) == dims
-        assert got.is_contiguous()
+    p = make(device, "kda", B=B, D=D, H=H, HV=HV, K=K, V=V, dtype=torch.float16)
+    tokens = torch.zeros(B, D, dtype=torch.int64, device=device)
+    packed, ends = tokens.flatten().int(), p.indices(range(0, B * D + 1, D))
+    anchors = [x[::D] for x in p.tokens]
+    for op, args in (
+        ("verify", p.args),
+        ("gate", (p.a, p.b, p.A_log, p.dt_bias)),
+        ("decode", (*anchors, p.A_log, p.dt_bias, p.state, p.state_indices)),
+        ("accept", (tokens, tokens.int())),
+        ("accept", (tokens.flatten(), packed, ends)),
+        ("accept", (tokens, packed, ends)),
+    ):
+        with FakeTensorMode() as mode:
+            fakes = outputs_of(overload(op)(*[like(x, mode) for x in args]))
+        reals = outputs_of(overload(op)(*args))
+        assert_same_metadata(fakes, reals)
 
 
 @every_call
