@@ -124,6 +124,54 @@ def test_runs_take_turns_each_after_a_flush_and_the_median_counts():
     assert got == {"ours": 2.0, "peer": 60.0}
 
 
+def test_the_hosts_time_is_the_lowest_rounds_median_call(monkeypatch):
+    """Of two runs in turn: bursts that last a round, and calls that stand out, do not count."""
+    calls, now, log = iter([30, 2, 9, 4, 5, 3, 8, 7, 6, 90, 1, 80]), [0.0], []
+
+    def run() -> None:
+        now[0] += next(calls) * 1e-6
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append(now[0]))
+    monkeypatch.setattr(timing.calls_us, "__defaults__", (3,))
+    got = timing.host_us({"verify": run, "fold": run}, rounds=2)
+    # verify's rounds are 30, 2, 9 and 8, 7, 6; fold's 4, 5, 3 and 90, 1, 80.
+    assert got == pytest.approx({"verify": 7.0, "fold": 4.0})
+    assert log == pytest.approx([0, 41e-6, 53e-6, 74e-6])
+
+
+OF_A_STEP = {"verify", "decode", "fold", "gate", "store", "scatter"}
+
+
+@models
+def test_the_host_is_timed_for_each_op_of_a_step_called_as_it_is(bench, monkeypatch, model):
+    called = []
+
+    def calls(name):
+        op = getattr(bench.ops, name)
+        return lambda *args, **options: called.append(name) or op(*args, **options)
+
+    p = Problem(model, 2, "cpu")
+    for name in OF_A_STEP:
+        monkeypatch.setattr(bench.ops, name, calls(name))
+
+    def host_us(runs):
+        called.clear()
+        for name, run in runs.items():
+            run()
+            assert called.pop() == name and not called
+        return dict.fromkeys(runs, 1.26)
+
+    monkeypatch.setattr(bench, "host_us", host_us)
+    assert bench.host_figures(p) == dict.fromkeys(OF_A_STEP, 1.3)
+
+
+@pytest.mark.gpu
+def test_the_host_is_timed_on_a_gpu(bench):
+    figures = bench.host_figures(Problem(TINY, 1))
+    assert figures.keys() == OF_A_STEP and min(figures.values()) > 0
+
+
 @pytest.mark.parametrize("name", ["tiny", "tiny-kda"])
 def test_every_figure_is_a_row_with_every_key(bench, name, tmp_path):
     out = tmp_path / "figures.json"

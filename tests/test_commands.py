@@ -1,4 +1,7 @@
-"""The documents' shell commands: a tool takes its arguments, and what is named exists."""
+"""The documents' shell commands: a tool takes its arguments, and what is named exists.
+
+And what they install is what the tests need, within bounds.
+"""
 
 import argparse
 import os
@@ -125,3 +128,29 @@ def test_every_shell_block_is_one_whose_commands_are_tested():
     for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
         marks = re.findall(r"^[ \t]*(?:```|~~~)[ \t]*(\w+)", page.read_text(), re.MULTILINE)
         assert set(marks) <= {"python", "sh"}, page.name
+
+
+def test_the_test_extra_brings_whatever_tests_are_skipped_without():
+    """Or a machine that runs them all skips them, and nobody sees it."""
+    project = PROJECT["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    versions = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in declared)
+
+    def numbers(version: str) -> list[int]:
+        return [int(part) for part in version.split(".")]
+
+    skips = r"importorskip\(\"(\w+)[\w.]*\"(?:, \"([\d.]+)\")?"
+    text = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    needed = dict(re.findall(skips, text)) | {"cuda-python": ""}
+    for name in needed.keys() - {"cuda", "pip"}:  # pip comes with an environment
+        assert numbers(versions.get(name, "0")) >= numbers(needed[name] or "0.1"), name
+    assert {"build", "mypy", "transformers"} <= needed.keys()
+
+
+def test_the_constraints_bound_everything_the_commands_install():
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["demo"]]
+    lines = (ROOT / "tools/constraints.txt").read_text().splitlines()
+    bounds = {re.match(r"[\w-]+", line)[0] for line in lines if re.search(r"[<=]=", line)}
+    assert {re.match(r"[\w-]+", requirement)[0] for requirement in wanted} <= bounds

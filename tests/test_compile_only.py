@@ -138,6 +138,27 @@ def test_no_inexact_shape_spills_or_needs_more_than_a_small_card_has(K, V, D, kd
     assert kernel.metadata.shared <= 99 * 1024  # sm_86, sm_89 and sm_120
 
 
+@pytest.mark.parametrize(
+    ("served", "shape"),
+    [
+        (True, {"D": 2}), (True, {"D": 16}), (True, {"K": 256, "V": 32}),
+        (True, {"D": 9, "K": 224, "V": 96}), (False, {"D": 1}), (False, {"D": 17}),
+        (False, {"D": 9, "K": 256}), (False, {"K": 144}), (False, {"V": 80}),
+        (False, {"state": BF16}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_inexact_kernel_serves_the_shapes_that_the_documents_name(served, shape):
+    """docs/limits.md; outputs of other shapes are the exact kernel's."""
+    kernels = KERNELS["gluon"]
+    args, kwargs = arguments("inexact", **shape)
+    kernel = plan_of(kernels, "verify", *args, **kwargs)[0].kernel
+    assert kernel is (kernels.effective if served else kernels.recur)
+    args, kwargs = arguments("ragged", **shape)
+    ragged = plan_of(kernels, "verify", *args, **kwargs, exact=False)[0].kernel
+    assert ragged is kernels.recur
+
+
 @pytest.mark.parametrize("op", ["verify", "inexact", "ragged", "decode"])
 def test_an_overlapping_kernel_waits_before_it_touches_memory(op):
     """Programmatic dependent launch: nothing may come before the wait, and the next

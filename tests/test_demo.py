@@ -1,7 +1,6 @@
 """The demo: its training math, its sessions, and the command as a user runs it."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
+from demo import TOOLS, run
 from replayssm import ops
 from replayssm.graph import Bucket, StaticBatch, live_rows
 from samples import bits_equal
@@ -20,11 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import decode
 import train
 from drafters import STYLES
-from model import TARGETS, Config, HybridLM
+from model import TARGETS, HybridLM
 from session import Session
 
-TOOLS = Path(train.__file__).parent
-WEIGHTS = TOOLS / "weights"
 kinds = pytest.mark.parametrize("kind", TARGETS)
 PAIRS = [(kind, style) for kind in TARGETS for style in STYLES]
 TOKENS = 32
@@ -128,15 +125,6 @@ def test_padding_rows_write_to_no_live_request(kind, mode):
         others = (torch.arange(now.shape[axis]) != own).nonzero()[:, 0]
         bits_equal(now.index_select(axis, others), was.index_select(axis, others))
         assert not torch.equal(now, was)
-
-
-def run(
-    *arguments, code: str | None = None, device: str = "cpu"
-) -> subprocess.CompletedProcess:
-    """The command with its output piped, or Python code that stands in for it."""
-    head = [str(TOOLS / "decode.py")] if code is None else ["-c", code]
-    command = [sys.executable, *head, "--device", device, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -257,50 +245,3 @@ sys.exit(main())
     done = run("--algo", "dflash", "--tokens", 24, code=code)
     assert (done.returncode, done.stderr) == (1, b"")
     assert b"\noutput         DIFFERS from plain decoding\n" in done.stdout
-
-
-def damage(folder: Path, name: str, how: str) -> None:
-    """Replaces a file of the folder by a bad one."""
-    path = folder / f"{name}.safetensors"
-    if how == "missing":
-        path.unlink()
-    elif how == "truncated":
-        path.write_bytes(path.read_bytes()[:-100])
-    elif how == "text":
-        path.write_text("version https://git-lfs.github.com/spec/v1\n" * 3)
-    elif how == "foreign":
-        save_file(load_file(path), path)  # no configuration, as another program writes it
-    else:
-        shutil.copy(folder / f"{how}.safetensors", path)
-
-
-CASES = [("gdn", how) for how in ("missing", "truncated", "text", "foreign", "gdn-dspark")]
-
-
-@pytest.mark.parametrize(("name", "how"), [*CASES, ("gdn-dflash", "gdn-dspark")])
-def test_bad_weights_give_one_line_and_exit_code_2(tmp_path, name, how):
-    folder = shutil.copytree(WEIGHTS, tmp_path / "weights")
-    damage(folder, name, how)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    done = run("--model", "gdn", "--drafter", "dflash", "--weights", folder)
-    assert (done.returncode, done.stdout) == (2, b"")
-    line = f"error: weights: {folder / name}.safetensors: .+\n"
-    assert re.fullmatch(line, done.stderr.decode()), done.stderr
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@kinds
-def test_saved_weights_are_rounded_to_fp16_and_everyone_may_read_them(tmp_path, kind):
-    path, model = tmp_path / "new" / "model.safetensors", HybridLM(TARGETS[kind])
-    train.save_weights(path, model)
-    assert path.stat().st_mode & 0o777 == 0o644
-    loaded = decode.load_weights(path, lambda fields: HybridLM(Config(**fields)))
-    for name, value in loaded.state_dict().items():
-        bits_equal(value, value.half().float(), name)
-        bits_equal(model.state_dict()[name], value, name)  # rounded as well
-
-
-def test_the_committed_weights_are_small():
-    files = {path.stem: path.stat().st_size for path in WEIGHTS.glob("*.safetensors")}
-    assert files.keys() == {*TARGETS} | {f"{kind}-{style}" for kind, style in PAIRS}
-    assert sum(files.values()) <= 4_000_000

@@ -178,6 +178,14 @@ def test_the_readme_speaks_of_the_figures_that_are_published():
     assert set(lines) <= set(table.table(RESULTS["rows"], "qwen3.5-35b").splitlines())
 
 
+def test_the_readme_says_what_one_call_takes_the_host_as_published():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (said,) = re.findall(r"One eager call takes the host ([^;.]*);", text)
+    figures = {op: us for us, op in re.findall(r"(\d+)(?: us)? \((\w+)\)", said)}
+    assert figures.keys() >= {"verify", "decode", "fold"}
+    assert figures == {op: f"{RESULTS['host_us'][op]:.0f}" for op in figures}
+
+
 def test_the_readme_compares_modes_by_the_figures_that_are_published():
     steps = json.loads((ROOT / "docs/benchmarks/h200-step.json").read_text())["rows"]
     compact, cap = (

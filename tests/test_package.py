@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -290,29 +289,3 @@ def test_every_public_function_is_annotated_in_full(function):
     signature = inspect.signature(function)
     types = [p.annotation for p in signature.parameters.values()]
     assert inspect.Parameter.empty not in [*types, signature.return_annotation]
-
-
-def test_the_test_extra_brings_whatever_tests_are_skipped_without():
-    """Or a machine that runs them all skips them, and nobody sees it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    versions = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in declared)
-
-    def numbers(version: str) -> list[int]:
-        return [int(part) for part in version.split(".")]
-
-    skips = r"importorskip\(\"(\w+)[\w.]*\"(?:, \"([\d.]+)\")?"
-    text = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    needed = dict(re.findall(skips, text)) | {"cuda-python": ""}
-    for name in needed.keys() - {"cuda", "pip"}:  # pip comes with an environment
-        assert numbers(versions.get(name, "0")) >= numbers(needed[name] or "0.1"), name
-    assert {"build", "mypy", "transformers"} <= needed.keys()
-
-
-def test_the_constraints_bound_everything_the_commands_install():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["demo"]]
-    lines = (ROOT / "tools/constraints.txt").read_text().splitlines()
-    bounds = {re.match(r"[\w-]+", line)[0] for line in lines if re.search(r"[<=]=", line)}
-    assert {re.match(r"[\w-]+", requirement)[0] for requirement in wanted} <= bounds

@@ -131,15 +131,21 @@ def line(row: dict, gbs: float) -> str:
     ).rstrip()
 
 
-def host_figures() -> dict[str, float]:
-    """Microseconds of the host for one eager call."""
-    p = Problem(MODELS["qwen3.5-35b"], 1)
+def host_figures(p: Problem) -> dict[str, float]:
+    """Microseconds of the host for one eager call: of one layer, or of all in a commit."""
     windowed, single = p.arguments(0), p.arguments(0, 0)
-    return {
-        "verify": round(host_us(lambda: ops.verify(*windowed)), 1),
-        "decode": round(host_us(lambda: ops.decode(*single)), 1),
-        "fold": round(host_us(p.fold), 1),
+    _, k, v, a, b, A_log, dt_bias, _, *windows, slots = windowed
+    g, beta = ops.gate(a, b, A_log, dt_bias)
+    snapshots, steps = torch.zeros_like(p.state).unsqueeze(2), torch.zeros_like(slots)
+    runs = {
+        "verify": lambda: ops.verify(*windowed),
+        "decode": lambda: ops.decode(*single),
+        "fold": p.fold,
+        "gate": lambda: ops.gate(a, b, A_log, dt_bias),
+        "store": lambda: ops.store(k, v, g, beta, *windows, slots),
+        "scatter": lambda: ops.scatter(p.state, snapshots, slots, steps),
     }
+    return {op: round(us, 1) for op, us in host_us(runs).items()}
 
 
 def identity(row: dict) -> tuple:
@@ -194,7 +200,8 @@ def main() -> None:
     options = parse()
     if not torch.cuda.is_available():
         sys.exit("bench: needs a CUDA device")
-    timer, gbs, host = Timer(options.rounds), copy_gbs(), host_figures()
+    timer, gbs = Timer(options.rounds), copy_gbs()
+    host = host_figures(Problem(MODELS["qwen3.5-35b"], 1))
     head = {**machine(), "host_us": host}
     print(f"{head['card']}: copy {gbs:.0f} GB/s; us for all layers")
     print("host us a call:", ", ".join(f"{op} {us}" for op, us in host.items()))

@@ -28,22 +28,27 @@ def event_us(run: Run) -> float:
 
 
 def interleaved(
-    runs: dict[Name, Run], rounds: int, chill: Run, clock: Callable[[Run], float]
+    runs: dict[Name, Run],
+    rounds: int,
+    chill: Run,
+    clock: Callable[[Run], float],
+    typical: Callable[[list[float]], float] = statistics.median,
 ) -> dict[Name, float]:
-    """The median time of each run. All take turns, so that what drifts meets all alike.
+    """The typical time of each run. All take turns, so that what drifts meets all alike.
 
     Args:
         runs: what to time, in the order of a round.
         rounds: how often each runs.
         chill: is called before each run, untimed.
         clock: runs what it is given and returns the time that took.
+        typical: makes one time of a run's many.
     """
     times: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
             chill()
             times[name].append(clock(run))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: typical(values) for name, values in times.items()}
 
 
 def _replay(graph: torch.cuda.CUDAGraph, run: Run) -> None:
@@ -79,19 +84,22 @@ class Timer:
         return interleaved(runs, self.rounds, self._flush.zero_, event_us)
 
 
-def host_us(run: Run, calls: int = 300) -> float:
-    """Microseconds the host spends on one eager call, the device kept from blocking."""
-    for _ in range(50):
-        run()
+def calls_us(run: Run, calls: int = 20) -> float:
+    """Microseconds of the median of a few calls in a row, on the host's clock."""
     times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
+    for _ in range(calls):
         start = time.perf_counter()
-        for _ in range(calls // 5):
-            run()
-        times.append((time.perf_counter() - start) / (calls // 5) * 1e6)
-    torch.cuda.synchronize()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
+
+
+def host_us(runs: dict[Name, Run], rounds: int = 200) -> dict[Name, float]:
+    """Microseconds the host spends on one eager call, the device kept from blocking."""
+    # Whatever else the host does slows a call, for milliseconds at a time, and nothing makes
+    # one faster than its own work: so the fastest round counts, of many over seconds. In it
+    # the median leaves out the first calls, which find cold caches, or have to compile.
+    return interleaved(runs, rounds, torch.cuda.synchronize, calls_us, min)
 
 
 def copy_gbs() -> float:
