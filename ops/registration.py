@@ -1,5 +1,6 @@
 """The torch.library namespace and the one way an op gets into it."""
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -66,6 +67,7 @@ def _complete(
     name, arguments = op._schema.name.split("::")[1], op._schema.arguments
     tensors = [(i, x.name) for i, x in enumerate(arguments) if str(x.type) == "Tensor"]
 
+    @functools.wraps(check)  # debug mode binds a call's arguments by its names
     def call(*args, **kwargs):
         for i, argument in tensors:
             if (args[i] if i < len(args) else kwargs.get(argument)) is None:
