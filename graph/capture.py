@@ -157,11 +157,9 @@ class CapturedCommit(Captured):
         window_holds(commit, choices, draft, "CapturedCommit")
         device, self.mode = commit.slot_map.device, mode
         # -1 is no token: rows that the live batch does not fill match nothing.
-        self._no_tokens = {
-            c: torch.full((c.tokens,), -1, device=device, dtype=torch.int64)
-            for c in choices
-        }
-        self.target_tokens = {c: x.clone() for c, x in self._no_tokens.items()}
+        most = max((c.tokens for c in choices), default=0)
+        self._no_tokens = torch.full((most,), -1, device=device, dtype=torch.int64)
+        self.target_tokens = {c: self._no_tokens[: c.tokens].clone() for c in choices}
 
         def function(batch: StaticBatch) -> Committed:
             cu_seqlens, targets = batch.cu_seqlens(), self.target_tokens[batch.bucket]
@@ -193,11 +191,10 @@ class CapturedCommit(Captured):
             ValueError: no bucket is large enough, or the shapes are not these.
         """
         b, compact = rows.shape[0], self.mode == "compact"
-        if (
-            (target_tokens.dim() != 1)
-            if compact
-            else (target_tokens.shape != (b, self.draft))
-        ):
+        fits = (
+            target_tokens.dim() == 1 if compact else target_tokens.shape == (b, self.draft)
+        )
+        if not fits:
             want = "packed [n]" if compact else f"[{b}, {self.draft}] as rows has requests"
             raise ValueError(
                 f"CapturedCommit: target_tokens must be {want} in mode {self.mode!r}, "
@@ -206,6 +203,6 @@ class CapturedCommit(Captured):
         flat = target_tokens.reshape(-1)
         choice = self.bucket(b, len(flat) if compact else None)
         self.batches[choice].fill(rows)
-        rest = self._no_tokens[choice][len(flat) :]
+        rest = self._no_tokens[len(flat) : choice.tokens]
         torch.cat([flat, rest], out=self.target_tokens[choice])
         return Committed(*(x[:b] for x in self.replay(choice)))
