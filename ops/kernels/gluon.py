@@ -32,8 +32,8 @@ from .step import (
     advance,
     clamped,
     decay_rate,
+    decays,
     dot_rows,
-    exp,
     log_decay,
     normalized,
     sigmoid,
@@ -163,9 +163,7 @@ def recur(
                     kw_s, vw_s, gw_s, bw_s, b_k, b_v, b_g, beta,
                     o_t, o_pk, o_vt, o_pv, i_v, i_hv, H, HV, K, V, KDA, BV,
                 )  # fmt: skip
-            decay = ()
-            for c in gl.static_range(len(b_g)):
-                decay = decay + (exp(b_g[c]),)
+            decay = decays(b_g)
             put_chunks(s_decay, decay)
             put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
             put_chunks(s_q, normalized(b_q, scale, L2NORM))
@@ -251,9 +249,7 @@ def fold(
             b_g = load_chunks(p_gw + o_gate * K, o_pk, mask_t, K)
         else:
             b_g = (gl.load(p_gw + o_gate, mask=mask_t, other=0.0)[:, None],)
-        decay = ()
-        for c in gl.static_range(len(b_g)):
-            decay = decay + (exp(b_g[c]),)
+        decay = decays(b_g)
         put_chunks(s_k, normalized(b_k, 1.0, L2NORM))
         put_chunks(s_decay, decay)
         put(s_v, b_v.to(gl.float32))

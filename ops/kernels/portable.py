@@ -13,8 +13,8 @@ from .step import (
     advance,
     clamped,
     decay_rate,
+    decays,
     dot_rows,
-    exp,
     log_decay,
     normalized,
     sigmoid,
@@ -139,9 +139,7 @@ def recur(
                     else:
                         tl.store(g_window + row * gw_s + o_gate[:, None], b_g[0])
                 tl.store(v_window + row * vw_s + (i_hv * T + t) * V + o_v, b_v, mask=mask_v)
-        decay = ()
-        for c in tl.static_range(len(b_g)):
-            decay = decay + (exp(b_g[c]),)
+        decay = decays(b_g)
         h = advance(h, normalized(b_k, 1.0, L2NORM), decay, b_v.to(tl.float32), beta)
         b_o = dot_rows(h, normalized(b_q, scale, L2NORM))
         p_o = o + ((start + t).to(tl.int64) * HV + i_hv) * V + o_v
@@ -200,9 +198,7 @@ def fold(
             b_g = _load_chunks(p_gw + o_gate * K, o_k, live, K)
         else:
             b_g = (tl.load(p_gw + o_gate)[:, None],)
-        decay = ()
-        for c in tl.static_range(len(b_g)):
-            decay = decay + (exp(b_g[c]),)
+        decay = decays(b_g)
         h = advance(h, normalized(b_k, 1.0, L2NORM), decay, b_v.to(tl.float32), beta)
         if track_indices is not None:
             if t == track_t:

@@ -82,6 +82,15 @@ def log_decay(a, dt_bias, rate, lower_bound, SAFE: tl.constexpr):
 
 
 @triton.jit
+def decays(g):
+    """exp of each chunk of g."""
+    out = ()
+    for c in tl.static_range(len(g)):
+        out = out + (exp(g[c]),)
+    return out
+
+
+@triton.jit
 def dot_rows(h, x):
     """Rows of h [V, K] times x [1, K] (or rows of its own) -> [V]."""
     p = h[0] * x[0]
