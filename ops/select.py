@@ -74,7 +74,7 @@ def load(name: str) -> SimpleNamespace:
     ``pdl``: whether verify and decode start by programmatic dependent launch; None: they
     cannot.
     """
-    own = ("gluon", "effective") if name == "gluon" else (name,)
+    own = ("gluon", "effective", "tiles") if name == "gluon" else (name,)
     modules = (
         importlib.import_module(f"replayssm.ops.kernels.{part}")
         for part in (*own, "copies", "batch")

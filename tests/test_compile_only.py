@@ -123,10 +123,12 @@ def test_no_configuration_spills_registers(op, kda, target, batch):
 
 
 @pytest.mark.parametrize("K, V", [(32, 64), (64, 64), (96, 96), (192, 128), (256, 256)])
-@pytest.mark.parametrize("op", ["verify", "fold"])
-def test_no_head_dim_spills_registers_on_sm_90(op, K, V):
-    used = usage(build("gluon", op, "90", kda=True, K=K, V=V, H=8, HV=8))
-    assert used.spilled_bytes == 0, used
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("op", ["verify", "inexact", "fold"])
+def test_no_head_dim_spills_registers_on_sm_90(op, kda, K, V):
+    for B in (1, 64):
+        used = usage(build("gluon", op, "90", kda=kda, K=K, V=V, H=8, HV=8, B=B))
+        assert used.spilled_bytes == 0, (B, used)
 
 
 @pytest.mark.parametrize("K, V", [(32, 64), (64, 128), (96, 96), (128, 128), (192, 32)])

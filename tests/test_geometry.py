@@ -114,8 +114,9 @@ def test_a_batch_of_padding_does_nothing(device, variant):
 
 
 @variants
-def test_a_batch_without_tokens_returns_zeros_of_the_tail(device, variant):
-    p = make(device, variant, lengths=[0, 0], tail=3)
+@pytest.mark.parametrize("lengths", [[0, 0], []], ids=str)
+def test_a_batch_without_tokens_returns_zeros_of_the_tail(device, variant, lengths):
+    p = make(device, variant, lengths=lengths, tail=3)
     before = p.memory()
     out = p.verify()
     assert out.shape[0] == 3

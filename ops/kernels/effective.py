@@ -334,20 +334,3 @@ def _fade(w, decay, mask):
     for c in gl.static_range(len(w)):
         out = out + (w[c] * gl.where(mask, decay[c], 1.0),)
     return out
-
-
-def effective_tile(HV: int, K: int, V: int, batch: int, tokens: int) -> tuple[int, int]:
-    """(BV, warps), by heads in flight and by shared memory: at most 100 KB a program.
-
-    H200, CUDA graph, cold L2, us, D = 8, BV = 32 / 64 / 128. GDN, 30 layers of 16/32
-    heads: 131 / 127 / 140 at 32 heads, 459 / 253 / 252 at 256, 1661 / 897 / 727 at
-    1024, 6374 / 3359 / 2380 at 4096; D = 16: - / 160 / 188 and - / 4448 / 3157. KDA, 20
-    layers of 32/32: 106 / 104 / 115, 336 / 227 / 196, 1143 / 631 / 535, 4317 / 2268 /
-    1765. KDA, 69 layers of 12/12: 532 / 433 / 405 at 96 heads. Three programs of 128
-    rows fit on a multiprocessor, where two take a third longer.
-    """
-    numbers = 8192 if K > 128 and tokens > 8 else 16384  # of the state, a program
-    BV = 64 if batch * HV < 64 or K <= 64 else 128
-    while V % BV or numbers < BV * K:
-        BV //= 2
-    return BV, 4
