@@ -11,7 +11,6 @@ import torch
 
 # The kernels carry tuples of tensors through loops in Gluon: triton 3.6 and newer.
 _GLUON_SINCE = (3, 6)
-_PDL_SINCE = (9, 0)  # griddepcontrol
 
 
 class Lowering(NamedTuple):
@@ -62,18 +61,11 @@ def _gpu_lowering(index: int) -> Lowering:
 @functools.cache
 def kernels(index: int) -> SimpleNamespace:
     """The kernels of a GPU, see ``launch``."""
-    chosen = load(_gpu_lowering(index).name)
-    if chosen.pdl is not None:
-        chosen.pdl = torch.cuda.get_device_capability(index) >= _PDL_SINCE
-    return chosen
+    return load(_gpu_lowering(index).name)
 
 
 def load(name: str) -> SimpleNamespace:
-    """The kernels of a lowering: its own, and the copies and integer work of all.
-
-    ``pdl``: whether verify and decode start by programmatic dependent launch; None: they
-    cannot.
-    """
+    """The kernels of a lowering: its own, and the copies and integer work of all."""
     own = ("gluon", "effective", "tiles") if name == "gluon" else (name,)
     modules = (
         importlib.import_module(f"replayssm.ops.kernels.{part}")
@@ -81,5 +73,5 @@ def load(name: str) -> SimpleNamespace:
     )
     return SimpleNamespace(
         **{key: value for module in modules for key, value in vars(module).items()},
-        pdl=False if name == "gluon" else None,
+        tuned=name == "gluon",
     )

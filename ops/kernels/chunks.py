@@ -5,23 +5,10 @@ In registers, in shared memory, and between them and global memory.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # triton renamed both after 3.6.
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
-@gluon.jit
-def overlap():
-    """Wait for the stream's kernel before this one, then let the one after start.
-
-    Every program must pass here before it touches memory or leaves: a kernel that ends
-    without waiting would let the next one overtake the one before. Letting go first
-    would pile up waiting kernels: at one request 20 % slower instead of faster.
-    """
-    gdc_wait()
-    gdc_launch_dependents()
 
 
 @gluon.jit
@@ -80,13 +67,14 @@ def _chunk_mask(mask_row, o_k, c: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
-def load_chunks(p_row, o_k, mask_row, K: gl.constexpr):
-    """Rows of K numbers at p_row as chunks of 32."""
+def load_chunks(p_row, o_k, mask_row, K: gl.constexpr, STREAM: gl.constexpr = False):
+    """Rows of K numbers at p_row as chunks of 32. STREAM: they leave the caches first."""
+    POLICY: gl.constexpr = "evict_first" if STREAM else ""
     out = ()
     for c in gl.static_range((K + 31) // 32):
         p = p_row[:, None] + (c * 32 + o_k)[None, :]
         mask = _chunk_mask(mask_row, o_k, c, K)
-        out = out + (gl.load(p, mask=mask, other=0.0),)
+        out = out + (gl.load(p, mask=mask, other=0.0, eviction_policy=POLICY),)
     return out
 
 
@@ -130,8 +118,8 @@ def store_window(
 
 
 @gluon.jit
-def load_state(p_row, o_k, mask_row, K: gl.constexpr):
-    raw = load_chunks(p_row, o_k, mask_row, K)
+def load_state(p_row, o_k, mask_row, K: gl.constexpr, STREAM: gl.constexpr):
+    raw = load_chunks(p_row, o_k, mask_row, K, STREAM)
     out = ()
     for c in gl.static_range(len(raw)):
         out = out + (raw[c].to(gl.float32),)

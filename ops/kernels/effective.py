@@ -23,7 +23,6 @@ from .chunks import (
     chunk_buffers,
     get_chunks,
     load_chunks,
-    overlap,
     put,
     put_chunks,
     row_buffer,
@@ -78,11 +77,8 @@ def effective(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     KDA: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
     BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr, ONE: gl.constexpr,
-    PDL: gl.constexpr,
 ):  # fmt: skip
     """recur's arguments; cu_seqlens is None, D <= TB, 32 divides K and BV divides V."""
-    if PDL:
-        overlap()
     # One row of 32 numbers to 8 or to 16 lanes: all lanes have one.
     P: gl.constexpr = gl.BlockedLayout([1, TB // 4], [TB // 4, 128 // TB], [NW, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, P)

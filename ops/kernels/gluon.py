@@ -17,7 +17,6 @@ from .chunks import (
     get_chunks,
     load_chunks,
     load_state,
-    overlap,
     put,
     put_chunks,
     row_buffer,
@@ -78,14 +77,12 @@ def recur(
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     KDA: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
     BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr, ONE: gl.constexpr,
-    PDL: gl.constexpr,
+    STREAM: gl.constexpr,
 ):  # fmt: skip
     """verify writes windows; decode, whose windows are None, writes the state.
 
     ONE: every request has at most TB tokens.
     """
-    if PDL:
-        overlap()
     L: gl.constexpr = state_layout(BV, NW)
     P: gl.constexpr = token_layout(NW)
     PV: gl.constexpr = value_layout(BV, NW)
@@ -132,7 +129,7 @@ def recur(
         zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
         return
     p_state = state + slot * state_s + (i_hv * V + o_v) * K
-    h = load_state(p_state, o_k, mask_v, K)
+    h = load_state(p_state, o_k, mask_v, K, STREAM)
 
     s_k = chunk_buffers(KC, TB, 32)
     s_q = chunk_buffers(KC, TB, 32)
@@ -216,7 +213,7 @@ def fold(
     mask_v = o_v < V
     o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     p_layer = state + i_l * state_l + (i_hv * V + o_v) * K
-    h = load_state(p_layer + slot * state_s, o_k, mask_v, K)
+    h = load_state(p_layer + slot * state_s, o_k, mask_v, K, False)
     if track_indices is not None:
         track = gl.load(track_indices + i_b * ti_s).to(gl.int64)
         track_t = gl.load(track_steps + i_b * ts_s).to(gl.int64)

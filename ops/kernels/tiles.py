@@ -90,23 +90,9 @@ def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
     return _fit(K, V, 32, 2, 128)
 
 
-def overlaps(heads: int, kda: bool, inexact: bool) -> bool:
-    """Whether verify and decode start by programmatic dependent launch, by heads in flight.
-
-    H200, us with it (without); verify, D = 8, layers as above:
-
-    heads                 32         256        1024         4096
-    GDN                   144 (164)  402 (425)  1223 (1245)  4426 (4441)
-    GDN, inexact          128 (146)  250 (259)  727 (739)    2374 (2385)
-    KDA                   121 (131)  282 (304)  961 (975)    3377 (3386)
-    KDA, inexact          104 (116)  197 (181)  534 (549)    1766 (1777)
-    GDN, exact and inexact in turn
-                          276 (305)  631 (643)  2132 (2004)  7159 (6836)
-
-    In turn, as after any kernel with much shared memory, many programs run with the split
-    between shared memory and L1 that the kernel before them wanted.
-    """
-    return heads < (192 if kda and inexact else 512)
+def streams(heads: int, kda: bool, decode: bool) -> bool:
+    """TODO"""
+    return heads < (512 if kda and decode else 192)
 
 
 def _fit(K: int, V: int, BV: int, warps: int, numbers: int) -> tuple[int, int]:
