@@ -1,7 +1,6 @@
 """Every GPU kernel compiles for every card it is meant for, without that card."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,13 +74,10 @@ COMMIT = (
 )  # fmt: skip
 
 
-def build(lowering: str, op: str, target: str, pdl: bool = False, **shape):
+def build(lowering: str, op: str, target: str, **shape):
     args, kwargs = arguments(op, **shape)
     name = {"ragged": "verify", "inexact": "verify", "track": "fold"}.get(op, op.split()[0])
-    kernels = KERNELS[lowering]
-    if pdl:
-        kernels = SimpleNamespace(**{**vars(kernels), "pdl": True})
-    return compiled(*plan_of(kernels, name, *args, **kwargs), target)
+    return compiled(*plan_of(KERNELS[lowering], name, *args, **kwargs), target)
 
 
 @pytest.mark.parametrize("op", ["gate", "store", "verify", "decode", "track", "scatter"])
@@ -117,7 +113,7 @@ def test_conv_states_move_16_bytes_a_thread(op):
     "op", ["gate", "verify", "inexact", "ragged", "decode", "fold", "track"]
 )
 def test_no_configuration_spills_registers(op, kda, target, batch):
-    kernel = build("gluon", op, str(target), pdl=target >= 90, kda=kda, B=batch)
+    kernel = build("gluon", op, str(target), kda=kda, B=batch)
     used = usage(kernel, str(target))
     assert used.spilled_bytes == 0, used
 
@@ -161,17 +157,13 @@ def test_the_inexact_kernel_serves_the_shapes_that_the_documents_name(served, sh
     assert ragged is kernels.recur
 
 
-@pytest.mark.parametrize("op", ["verify", "inexact", "ragged", "decode"])
-def test_an_overlapping_kernel_waits_before_it_touches_memory(op):
-    """Programmatic dependent launch: nothing may come before the wait, and the next
-    kernel may start only after it, or kernels would overtake each other."""
-    ptx = build("gluon", op, "90", pdl=True, B=1).asm["ptx"]
-    order = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global|cp\.async|\bret\b", ptx)
-    assert order[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
-    assert order.count("griddepcontrol.wait") == 1
-    for card_can, B in ((False, 1), (True, 32)):
-        ptx = build("gluon", op, "90", pdl=card_can, B=B).asm["ptx"]
-        assert "griddepcontrol" not in ptx
+@pytest.mark.parametrize("op", ["verify", "decode"])
+def test_the_state_of_few_heads_is_streamed(op):
+    """All of the state, and nothing else, by wide loads."""
+    few, many = (build("gluon", op, "90", B=B).asm["ptx"] for B in (1, 32))
+    streamed = r"ld\.global\.L1::evict_first\.L2::cache_hint\.(\S+)"
+    assert re.findall(streamed, few) == ["v4.b32"] * 8
+    assert not re.findall(streamed, many)
 
 
 def test_only_written_fma_is_contracted():

@@ -55,8 +55,8 @@ def recur_tile(
     elif ragged:  # 198 heads are one round of (32, 2), 264 of (64, 2)
         small = heads < 160 or 198 < heads <= 264
         tile = (16 if small else 64 if heads >= 2048 else 32, 2)
-    elif K <= 64:
-        tile = (64, 4 if heads < 256 else 2)
+    elif K <= 64 and heads >= 512:
+        tile = (64, 2)
     else:
         tile = (16 if heads < 128 else 32, 2)
     return _fit(K, V, *tile, 128 if K <= 128 else 64)
@@ -72,11 +72,12 @@ def effective_tile(HV: int, K: int, V: int, batch: int, tokens: int) -> tuple[in
     1765. KDA, 69 layers of 12/12: 532 / 433 / 405 at 96 heads. Three programs of 128
     rows fit on a multiprocessor, where two take a third longer.
     """
+    heads = batch * HV
     numbers = 8192 if K > 128 and tokens > 8 else 16384  # of the state, a program
-    BV = 64 if batch * HV < 64 or K <= 64 else 128
+    BV = 64 if heads <= 64 or K <= 64 else 128
     while V % BV or numbers < BV * K:
         BV //= 2
-    return BV, 2 if K <= 64 and batch * HV >= 512 else 4
+    return BV, 2 if K <= 64 and heads >= 512 else 4
 
 
 def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
