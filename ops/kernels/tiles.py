@@ -43,6 +43,9 @@ def recur_tile(
     (16, 2)   366 (289)  154 (119)  623 (535)  456 (360)  2158 (1694)  2050   7806
     (32, 2)   408 (309)  139 (107)  589 (493)  347 (286)  1672 (1294)  1252   4610
     (64, 2)   583 (433)  181 (137)  623 (533)  292 (246)  1683 (1204)  975    3468
+
+    K = 64, 30 layers of 64/128 heads, at 512, 1024 and 16384 heads: (32, 2) 295 (211), 501
+    (335), 5788 (4305); (64, 2) 287 (215), 463 (328), 4956 (4397).
     """
     heads = batch * HV
     if kda and K > 224:  # (16, 2) spills with triton 3.6
@@ -70,7 +73,11 @@ def effective_tile(HV: int, K: int, V: int, batch: int, tokens: int) -> tuple[in
     1024, 6374 / 3359 / 2380 at 4096; D = 16: - / 160 / 188 and - / 4448 / 3157. KDA, 20
     layers of 32/32: 106 / 104 / 115, 336 / 227 / 196, 1143 / 631 / 535, 4317 / 2268 /
     1765. KDA, 69 layers of 12/12: 532 / 433 / 405 at 96 heads. Three programs of 128
-    rows fit on a multiprocessor, where two take a third longer.
+    rows fit on a multiprocessor, where two take a third longer. 64 heads are one program
+    of 64 rows to a multiprocessor: - / 153 / 163.
+
+    Two warps (four) of 64 rows at K = 64, 30 layers of 64/128 heads: 138 (137) at 256
+    heads, 196 (203) at 512, 274 (335) at 1024, 3390 (4294) at 16384.
     """
     heads = batch * HV
     numbers = 8192 if K > 128 and tokens > 8 else 16384  # of the state, a program
@@ -92,8 +99,22 @@ def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
 
 
 def streams(heads: int, kda: bool, decode: bool) -> bool:
-    """TODO"""
-    return heads < (512 if kda and decode else 192)
+    """Whether verify and decode read the state as the first to leave the caches.
+
+    Nothing reads it again before the next step has been through all layers. H200, us
+    without (with) it, a layer's kernel between a product, an addition and another:
+
+    heads       32         96         192        256        512        1024         4096
+    GDN verify  172 (154)  263 (243)  611 (582)  443 (438)  -          1247 (1259)  4472 (4494)
+    GDN decode  146 (126)  237 (214)  540 (523)  385 (386)  660 (655)  1112 (1139)  4200 (4340)
+    KDA verify  152 (143)  203 (189)  287 (286)  313 (318)
+    KDA decode  128 (117)  191 (161)  274 (235)  304 (269)  533 (459)  870 (827)    2965 (3027)
+
+    30 layers of 16/32 heads, 192: 48 of 16/48; KDA 20 of 32/32. GDN from 1024 on: 30
+    layers one after another. KDA, 69 layers of 12/12, 384 heads: verify 1569 (1611),
+    decode 1419 (1226); 1536 heads: decode 4340 (4341).
+    """
+    return heads <= 1024 if kda and decode else heads < 256
 
 
 def _fit(K: int, V: int, BV: int, warps: int, numbers: int) -> tuple[int, int]:
