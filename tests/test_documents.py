@@ -20,7 +20,7 @@ from documents import PAGES, ROOT, blocks
 from oracle import state_error
 from samples import bits_equal
 from sglang_state import Case, Shape
-from test_sglang_routing import KDAAttnBackend
+from test_sglang_routing import GDNAttnBackend, KDAAttnBackend
 
 README = ROOT / "README.md"
 
@@ -85,21 +85,22 @@ def test_the_eight_lines_of_the_readme_compute_what_its_call_does():
         torch.testing.assert_close(r.state[slot], mine["state"][slot])
 
 
-@pytest.mark.parametrize("replay", [False, True], ids=["scatter", "fold"])
-def test_the_fragments_of_the_sglang_page_commit_its_state(replay):
-    """Among the names that SGLang's methods have where they go, with its state for KDA."""
+@pytest.mark.parametrize("commit", ["scatter", "gdn_fold", "kda_fold"])
+def test_the_fragments_of_the_sglang_page_commit_its_state(commit):
+    """Among the names that SGLang's methods have where they go, with its state."""
     asks, commits = blocks(ROOT / "docs/sglang.md")
-    calls, c = [], Case(Shape(kda=True), "cpu")
+    replay, kda = commit != "scatter", commit != "gdn_fold"
+    calls, c = [], Case(Shape(kda=kda), "cpu")
     if not replay:
         c.add_snapshots()
     wanted = c.wanted(tracked=True)
-    attention = KDAAttnBackend()
+    attention = KDAAttnBackend() if kda else GDNAttnBackend()
     attention.accept_lens_pool = None
     attention.req_to_token_pool = SimpleNamespace(
         mamba_v2p_table=None,
         mamba_pool=SimpleNamespace(
             mamba_cache=c.spec_state, enable_linear_replayssm=False,
-            enable_linear_replayssm_spec=replay, replayssm_is_kda=replay,
+            enable_linear_replayssm_spec=replay, replayssm_is_kda=replay and kda,
         ),
     )  # fmt: skip
     hybrid = SimpleNamespace(
@@ -115,14 +116,14 @@ def test_the_fragments_of_the_sglang_page_commit_its_state(replay):
         "mamba_track_indices": tracks[0], "mamba_steps_to_track": tracks[1],
     }  # fmt: skip
     exec(asks.code, names)
-    assert hybrid.route.commit == ("kda_fold" if replay else "scatter")
+    assert hybrid.route.commit == commit
     exec(commits.code, names)
     for slot, (state, conv) in wanted.items():
         assert state_error(c.spec_state.temporal[:, slot], state) <= 1e-6
         bits_equal(c.spec_state.conv[0][:, slot], conv)
     given = (c.state_indices, c.last_steps, *tracks, c.source_rows)
-    assert len(calls) == (not replay)
-    assert all(x is y for call in calls for x, y in zip(call, given, strict=True))
+    (call,) = calls  # side states are rolled after a fold too
+    assert all(x is y for x, y in zip(call, given, strict=True))
     hybrid.route, before = None, {n: x.clone() for n, x in c.tensors().items()}
     exec(commits.code, names)
     for name, after in c.tensors().items():
