@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
+import bench_layers
 import correct
 import problem
 from floors import Traffic, traffic
@@ -169,3 +170,36 @@ def test_a_single_output_that_is_off_is_found(value):
     other = exact.clone()
     other[7, 1, exact[7, 1].abs().argmax()] *= value
     assert "further off than roundings allow" in correct.apart(exact, other)
+
+
+class Turns:
+    """A timer that captures nothing: 1 us for the first run of a round, 2 for the next."""
+
+    def capture(self, run):
+        run()
+        return run
+
+    def medians(self, runs):
+        return {name: i + 1.0 for i, name in enumerate(runs)}
+
+
+def test_among_other_kernels_their_own_time_is_taken_off(monkeypatch):
+    monkeypatch.setitem(problem.MODELS, "tiny", TINY)
+    row = bench_layers.figures("tiny", 2, Turns(), "cpu")
+    assert row["others_us"] == 1
+    assert list(row["us"].values()) == [
+        {"alone": 2.0, "between": 2.0}, {"alone": 4.0, "between": 4.0},
+        {"alone": 6.0, "between": 6.0},
+    ]  # fmt: skip
+
+
+def test_every_layer_has_its_op_and_three_other_kernels(monkeypatch):
+    calls = []
+    for name in ("mm", "add"):
+        monkeypatch.setattr(torch, name, lambda *args, name=name, out: calls.append(name))
+    layers = bench_layers.Layers(Problem(TINY, 2, "cpu"))
+    layers.between(lambda p, layer: calls.append(layer))
+    assert calls == ["mm", "add", 0, "add", "mm", "add", 1, "add"]
+    calls.clear()
+    layers.alone(lambda p, layer: calls.append(layer))
+    assert calls == [0, 1]
