@@ -90,6 +90,8 @@ def live_rows(
 ) -> Tensor:
     """Rows [b, 3 + D] int64 of a live batch, on the device, as ``StaticBatch.fill`` takes them.
 
+    One kernel where all is int64; one more for each int32 tensor, and for a None.
+
     Args:
         req_indices: [b] int, each request's entry of the slot map.
         seq_lens: [b] int, tokens already in the state.
@@ -99,7 +101,9 @@ def live_rows(
     Raises:
         ValueError: the shapes are not these.
     """
-    b, draft = draft_tokens.shape if draft_tokens.dim() == 2 else (-1, -1)
+    if draft_tokens.dim() != 2:
+        raise ValueError(f"draft_tokens must be [b, D], got {list(draft_tokens.shape)}")
+    b, draft = draft_tokens.shape
     given = {"req_indices": req_indices, "seq_lens": seq_lens, "verify_lens": verify_lens}
     for name, value in given.items():
         if value is not None and list(value.shape) != [b]:
@@ -108,7 +112,7 @@ def live_rows(
                 f"and {list(draft_tokens.shape)}"
             )
     if verify_lens is None:
-        verify_lens = torch.full_like(req_indices, draft)
+        verify_lens = torch.full_like(req_indices, draft, dtype=torch.int64)
     heads = [x.to(torch.int64)[:, None] for x in (req_indices, seq_lens, verify_lens)]
     return torch.cat([*heads, draft_tokens.to(torch.int64)], dim=1)
 

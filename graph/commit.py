@@ -64,7 +64,10 @@ class Commit(torch.nn.Module):
         if track_interval < 0:
             raise ValueError(f"track_interval must be 0 or more, got {track_interval}")
         if track_interval and track_slot_map is None:
-            raise ValueError("track_interval needs track_slot_map beside it, got None")
+            raise ValueError(
+                f"track_slot_map must be given with track_interval = {track_interval}, "
+                "got None"
+            )
         self.pools = pools
         self.track_interval, self.use_qk_l2norm = track_interval, use_qk_l2norm
         self.register_buffer("slot_map", slot_map, persistent=False)

@@ -97,7 +97,8 @@ class Pools(torch.nn.Module):
         device: where. CUDA devices are asked for their free memory first.
         channels_last: conv buffers as [.., W-1, C] and [.., T+W-2, C].
         route: what ``decide`` said of the backend that will use them; None: not asked.
-            Pools are what a commit by folding needs, of the variant that folds.
+            Pools are what a commit by folding needs, of the variant that folds and with
+            the window that held the draft.
 
     Raises:
         ValueError, TypeError: naming the argument, what was wanted and what came;
@@ -127,6 +128,11 @@ class Pools(torch.nn.Module):
             raise ValueError(
                 f"Pools: route must be {model.variant}_fold for a {model.variant!r} model, "
                 f"got {route.commit}: {route.reason}"
+            )
+        if route is not None and route.window not in (None, window):
+            raise ValueError(
+                f"Pools: window must be {route.window}, which route was decided for, got "
+                f"{window}: decide with the window that the pools will have"
             )
         self.memory = memory(
             model, slots=slots, requests=requests, window=window,

@@ -11,10 +11,15 @@ _DEVICES = ("cuda", "hip", "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """A backend's commit: "scatter" keeps snapshots, the others keep replay windows."""
+    """A backend's commit: "scatter" keeps snapshots, the others keep replay windows.
+
+    window is the T that held the draft; None where nobody looked: a commit by scatter, or
+    a draft worker's.
+    """
 
     commit: Literal["scatter", "gdn_fold", "kda_fold"]
     reason: str
+    window: int | None = None
 
 
 def decide(
@@ -75,7 +80,8 @@ def decide(
     if not draft_worker:
         _check_fold(target, window, draft, pool_kda, device, unified_memory, topk)
     commit: Literal["gdn_fold", "kda_fold"] = "gdn_fold" if target == "gdn" else "kda_fold"
-    return Route(commit, f"replay is on and the backend is {target.upper()}")
+    reason = f"replay is on and the backend is {target.upper()}"
+    return Route(commit, reason, None if draft_worker else window)
 
 
 def _check_fold(

@@ -175,19 +175,24 @@ def test_cuda_graphs_are_byte_identical(algo, mode):
     says(done, f"mode           {mode}, CUDA graphs")
 
 
-ON_A_GPU = {
-    "cap-accept, no graphs": "--algo dspark --no-graphs",
-    "compact, no graphs, compiled": "--model gdn --algo dspark --mode compact --no-graphs",
-    "compact, CUDA graphs, compiled": "--model gdn --algo dspark --mode compact --graphs",
-    "static, CUDA graphs, compiled": "--model kda --algo dflash --graphs",
-}
+ON_A_GPU = [
+    ("static, no graphs", "--algo dflash --tokens 24"),
+    ("cap-accept, no graphs", "--algo dspark"),
+    ("compact, no graphs, compiled", "--model gdn --algo dspark --mode compact"),
+    ("static, CUDA graphs, compiled", "--model kda --algo dflash"),
+    ("static, CUDA graphs, compiled", "--model gdn --algo dspark --mode static --tokens 24"),
+    ("cap-accept, CUDA graphs, compiled", "--model gdn --algo dspark --tokens 24"),
+    ("compact, CUDA graphs, compiled", "--model gdn --algo dspark --mode compact"),
+    ("compact, CUDA graphs, compiled", "--model kda --algo dspark --mode compact --tokens 24"),
+]  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ON_A_GPU)
-def test_with_inductor_or_without_graphs_it_is_byte_identical(way):
+@pytest.mark.parametrize(("way", "arguments"), ON_A_GPU)
+def test_with_inductor_or_without_graphs_it_is_byte_identical(way, arguments):
+    graphs = "--no-graphs" if "no graphs" in way else "--graphs"
     compile = ["--compile"] if "compiled" in way else []
-    done = run(*compile, *ON_A_GPU[way].split(), device="cuda")
+    done = run(graphs, *compile, *arguments.split(), device="cuda")
     says(done, f"mode           {way}")
 
 

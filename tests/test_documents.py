@@ -133,15 +133,18 @@ def test_the_fragments_of_the_sglang_page_commit_its_state(commit):
 def test_the_engine_page_commits_a_step():
     names = run(ROOT / "docs/engine.md", "")
     accept_lens, anchors = names["accept_lens"].tolist(), names["anchors"].tolist()
-    assert all(1 <= n <= cap for n, cap in zip(accept_lens, (8, 4), strict=True))
+    verified, caps = names["verified"].tolist(), names["caps"].tolist()
+    assert sum(verified) == 12
+    assert all(1 <= n <= cap for n, cap in zip(accept_lens, verified, strict=True))
     assert anchors == [names["targets"][i, n - 1] for i, n in enumerate(accept_lens)]
-    assert names["seq_lens"].tolist() == [100 + accept_lens[0], 7 + accept_lens[1]]
+    lengths = [100 + accept_lens[0], 7 + accept_lens[1]]
+    assert names["seq_lens"].tolist() == lengths
     # Draft and target agree in distribution, so all drafts are accepted up to the cap.
-    assert names["lens"].tolist() == [8, 4]
-    assert names["lengths"].tolist() == [108, 11]
+    assert names["lens"].tolist() == caps
+    assert names["lengths"].tolist() == [sum(x) for x in zip(lengths, caps, strict=True)]
     counters = names["counters"].cpu()
-    assert (counters - (torch.arange(32) << 32))[[3, 5]].tolist() == [8, 4]
-    assert int(counters.sum()) == sum(range(32)) * 2**32 + 12
+    assert (counters - (torch.arange(32) << 32))[[3, 5]].tolist() == caps
+    assert int(counters.sum()) == sum(range(32)) * 2**32 + sum(caps)
 
 
 def test_links_between_the_documents_lead_somewhere():

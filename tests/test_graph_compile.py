@@ -13,8 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import get_manager
 from torch._inductor.utils import run_and_get_code
+from torch.func import functional_call
 
-from engine import VOCAB, D, Engine
+from engine import REQUESTS, VOCAB, D, Engine
 from samples import bits_equal
 
 BATCHES = (1, 2, 3, 4, 7, 8, 16, 33, 64)
@@ -35,16 +36,23 @@ def arguments(engine: Engine, B: int, seed: int = 0) -> tuple:
     request = torch.where(torch.arange(B) < 7, request, -1)
     drafts, targets = torch.randint(0, VOCAB, (2, B, D), generator=draw)
     lens = torch.randint(0, D + 1, (B,), generator=draw)
-    given = (request, torch.arange(B), drafts, targets, lens)
+    given = (request, torch.arange(B) + seed, drafts, targets, lens)
     return tuple(x.to(engine.device) for x in given)
 
 
-def pair(device: str, variant: str, B: int) -> tuple[Engine, Engine]:
-    engine = Engine(device, variant, B, interval=3)
+def pair(device: str, variant: str, B: int, interval: int = 3) -> tuple[Engine, Engine]:
+    engine = Engine(device, variant, B, interval)
     draw = torch.Generator().manual_seed(1)
     for window in (*engine.pools.windows, *engine.pools.conv_windows):
         window.copy_(torch.rand(window.shape, generator=draw) - 1)  # g <= 0
     return engine, engine.twin()
+
+
+def move(seed: int, *engines: Engine) -> None:
+    """Their requests get other slots, where the slot map lies."""
+    slots = torch.randperm(REQUESTS, generator=torch.Generator().manual_seed(seed))
+    for engine in engines:
+        engine.commit.slot_map.copy_(slots)
 
 
 def same(got: Engine, want: Engine) -> None:
@@ -79,11 +87,13 @@ def test_a_compiled_commit_equals_eager_and_copies_no_pool(device, variant):
     assert not re.findall(r"\.clone\b|clone_preserve", "".join(codes))
 
 
-def test_batch_sizes_1_to_64_compile_at_most_twice(device):
-    engine, eager = pair(device, "gdn", 64)
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_batch_sizes_1_to_64_compile_at_most_twice(device, variant):
+    engine, eager = pair(device, variant, 64)
     counter = CompileCounterWithBackend("inductor")
     commit = torch.compile(engine.commit, fullgraph=True, backend=counter)
     for B in BATCHES:
+        move(B, engine, eager)
         check(commit, engine, eager, arguments(engine, B, seed=B))
     assert counter.frame_count <= 2
 
@@ -120,13 +130,15 @@ def test_an_exported_commit_equals_eager(device, variant):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("interval", [0, 3])
 @pytest.mark.parametrize("variant", ["gdn", "kda"])
-def test_reduce_overhead_captures_the_commit(variant):
+def test_reduce_overhead_captures_the_commit(variant, interval):
     """Pools are module buffers, which is what it takes (field case 79)."""
-    engine, eager = pair("cuda", variant, 5)
-    args = arguments(engine, 5)
+    engine, eager = pair("cuda", variant, 5, interval)
     commit = torch.compile(engine.commit, fullgraph=True, mode="reduce-overhead")
-    for _ in range(4):
+    for seed in range(6):
+        move(seed, engine, eager)
+        args = arguments(engine, 5, seed)
         torch.compiler.cudagraph_mark_step_begin()
         for got, want in zip(commit(*args), eager.commit(*args), strict=True):
             bits_equal(got.clone(), want)
@@ -139,14 +151,15 @@ def test_reduce_overhead_captures_the_commit(variant):
 
 
 class Plain(torch.nn.Module):
-    """AOTInductor cannot name a named tuple."""
+    """AOTInductor cannot name a named tuple, and keeps the values that a slot map has when
+    it compiles: the map becomes an input."""
 
     def __init__(self, commit: torch.nn.Module) -> None:
         super().__init__()
         self.commit = commit
 
-    def forward(self, *args):
-        return tuple(self.commit(*args))
+    def forward(self, slot_map, *args):
+        return tuple(functional_call(self.commit, {"slot_map": slot_map}, args))
 
 
 ADD_ONE = """
@@ -179,8 +192,10 @@ def test_a_commit_compiled_ahead_of_time_equals_eager(tmp_path, device, variant)
     if device == "cuda" and not loads_packages(tmp_path):
         pytest.skip("AOTInductor cannot build or load a plain torch module here")
     engine, eager = pair(device, variant, 5)
-    args = arguments(engine, 5)
-    program = torch.export.export(Plain(engine.commit), args)
+    slot_map = engine.commit.slot_map
+    program = torch.export.export(
+        Plain(engine.commit), (slot_map.clone(), *arguments(engine, 5))
+    )
     path = str(tmp_path / "commit.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path)
     commit = torch._inductor.aoti_load_package(path)
@@ -188,5 +203,7 @@ def test_a_commit_compiled_ahead_of_time_equals_eager(tmp_path, device, variant)
     buffers = {f"commit.{name}": b for name, b in engine.commit.named_buffers()}
     mine = {name: b for name, b in buffers.items() if name in known}
     commit.load_constants(mine, check_full_update=False, user_managed=True)
-    for _ in range(2):
-        check(commit, engine, eager, args)
+    for seed in range(2):
+        move(seed, engine, eager)
+        args = arguments(engine, 5, seed)
+        check(lambda *args: commit(slot_map, *args), engine, eager, args)

@@ -6,11 +6,13 @@ from expecttest import assert_expected_inline
 
 from replayssm.graph import (
     Bucket,
+    Captured,
     CapturedCommit,
     Commit,
     DecodeLoop,
     LinearAttention,
     Pools,
+    StaticBatch,
     decide,
     live_rows,
 )
@@ -18,10 +20,10 @@ from replayssm.graph import (
 T, R = 4, 2
 
 
-def committer() -> Commit:
+def committer(**options) -> Commit:
     model = LinearAttention(1, H=1, HV=1, K=4, V=4, variant="gdn")
     pools = Pools(model, slots=4, requests=R, window=T, device="cpu")
-    return Commit(pools, torch.arange(4))
+    return Commit(pools, torch.arange(4), **options)
 
 
 def captured(mode: str, draft: int = T, batch: int = R) -> CapturedCommit:
@@ -29,10 +31,10 @@ def captured(mode: str, draft: int = T, batch: int = R) -> CapturedCommit:
     return CapturedCommit(committer(), choices, draft=draft, mode=mode, graphs=False)
 
 
-def loop(draft: int) -> DecodeLoop:
+def loop(draft: int, max_tokens: int = 8) -> DecodeLoop:
     return DecodeLoop(
-        committer(), None, None, [Bucket(R, R * draft)], draft=draft, max_tokens=8,
-        graphs=False,
+        committer(), None, None, [Bucket(R, R * draft)], draft=draft,
+        max_tokens=max_tokens, graphs=False,
     )  # fmt: skip
 
 
@@ -42,10 +44,60 @@ def rows(lens: list[int]) -> torch.Tensor:
     return live_rows(torch.arange(2), torch.full((2,), 5), drafts, torch.tensor(lens))
 
 
-def text(function, *args) -> str:
+def text(function, *args, **options) -> str:
     with pytest.raises(ValueError) as raised:
-        function(*args)
+        function(*args, **options)
     return str(raised.value)
+
+
+def test_a_commit_a_loop_and_graphs_that_cannot_be_are_refused():
+    bucket, options = Bucket(R, R * T), {"draft": T, "device": "cpu", "graphs": False}
+    assert_expected_inline(
+        "\n".join(
+            [
+                text(committer, track_interval=-1), text(committer, track_interval=4),
+                text(loop, T, 0), text(Captured, print, [], **options),
+                text(CapturedCommit, committer(), [], draft=T, graphs=False),
+                text(Captured, print, [bucket], draft=T, device="cpu"),
+            ]
+        ),
+        """\
+track_interval must be 0 or more, got -1
+track_slot_map must be given with track_interval = 4, got None
+max_tokens must be at least 1, got 0
+choices must hold at least one bucket, got none
+choices must hold at least one bucket, got none
+device must be a CUDA device to capture on, got cpu: pass graphs=False to run eagerly""",
+    )  # fmt: skip
+
+
+def test_batches_of_other_shapes_than_the_buckets_are_refused():
+    """By what makes rows, by what takes them, and by a commit of more than have windows."""
+    index, tokens = torch.arange(R), torch.zeros(R, T, dtype=torch.int64)
+    batch, three = StaticBatch(Bucket(R, R * T), T, "cpu"), torch.ones(R + 1).int()
+    assert_expected_inline(
+        "\n".join(
+            [
+                text(live_rows, index[:1], index, tokens, None),
+                text(live_rows, index, index[:, None], tokens, None),
+                text(live_rows, index, index, tokens, index[:1]),
+                text(live_rows, index, index, tokens[0], None),
+                text(batch.fill, torch.zeros(R + 1, 3 + T)),
+                text(batch.fill, torch.zeros(R, 2 + T)),
+                text(batch.fill, torch.zeros(3 + T)),
+                text(committer().commit, three, three, three, three),
+            ]
+        ),
+        """\
+req_indices must be [b] beside draft_tokens [b, D], got [1] and [2, 4]
+seq_lens must be [b] beside draft_tokens [b, D], got [2, 1] and [2, 4]
+verify_lens must be [b] beside draft_tokens [b, D], got [1] and [2, 4]
+draft_tokens must be [b, D], got [4]
+rows must be [b <= 2, 7], got [3, 7]
+rows must be [b <= 2, 7], got [2, 6]
+rows must be [b <= 2, 7], got [7]
+accept_lens must be [B] with B <= 2, the requests that the pools hold windows for, got B = 3""",
+    )  # fmt: skip
 
 
 def test_drafts_and_batches_without_window_rows_are_refused_before_any_graph():
@@ -97,16 +149,24 @@ def test_tokens_of_an_earlier_step_accept_nothing(mode):
         assert got.accept_lens.tolist() == [4, 3] and got.bonus.tolist() == [4, -1]
 
 
-@pytest.mark.parametrize(
-    ("route", "want"),
-    [
-        (decide("gdn", replay=False, window=T, draft=T), "got scatter: replay is off"),
-        (decide("kda", replay=True, window=T, draft=T), "got kda_fold: replay is on and"),
-    ],
-)
-def test_pools_of_a_backend_that_does_not_fold_them_are_refused(route, want):
+def routed(target: str, window: int = T, **options: bool) -> Pools:
+    route = decide(target, **{"replay": True} | options, window=window, draft=T)
     model = LinearAttention(1, H=1, HV=1, K=4, V=4, variant="gdn")
-    says = text(
-        lambda: Pools(model, slots=4, requests=R, window=T, device="cpu", route=route)
-    )
-    assert says.startswith(f"Pools: route must be gdn_fold for a 'gdn' model, {want}")
+    return Pools(model, slots=4, requests=R, window=T, device="cpu", route=route)
+
+
+def test_pools_that_their_route_was_not_decided_for_are_refused():
+    assert_expected_inline(
+        "\n".join(
+            [
+                text(lambda: routed("gdn", replay=False)), text(routed, "kda"),
+                text(routed, "gdn", T + 1),
+            ]
+        ),
+        """\
+Pools: route must be gdn_fold for a 'gdn' model, got scatter: replay is off
+Pools: route must be gdn_fold for a 'gdn' model, got kda_fold: replay is on and the backend is KDA
+Pools: window must be 5, which route was decided for, got 4: decide with the window that the pools will have""",
+    )  # fmt: skip
+    routed("gdn")
+    routed("gdn", 1, draft_worker=True)

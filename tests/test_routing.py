@@ -84,6 +84,7 @@ def test_what_stops_a_fold_does_not_concern_a_backend_that_keeps_snapshots(targe
 def test_a_draft_workers_pool_is_never_refused(target, name):
     got = route(target, draft_worker=True, **OBSTACLES[name](target))
     assert got.commit == {"gdn": "gdn_fold", "kda": "kda_fold"}.get(target, "scatter")
+    assert got.window is None
 
 
 @pytest.mark.parametrize("name", ("GDN", "gdn2", "kda-safe", "lightning", ""))
@@ -110,6 +111,5 @@ def test_a_device_is_judged_by_its_kind_and_never_touched(device, monkeypatch):
 @pytest.mark.parametrize("target, mark", [("gdn", False), ("kda", True)])
 def test_a_pool_with_the_right_mark_a_chain_and_room_for_the_draft_fold(target, mark):
     got = route(target, pool_kda=mark, topk=1, window=9)
-    assert got == Route(
-        f"{target}_fold", f"replay is on and the backend is {target.upper()}"
-    )
+    reason = f"replay is on and the backend is {target.upper()}"
+    assert got == Route(f"{target}_fold", reason, window=9)
