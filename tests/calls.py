@@ -145,6 +145,8 @@ def _matrix():
             f"{build.__name__}-narrow-state",
             functools.partial(build, variant="kda", state_dtype=torch.bfloat16),
         )
+    # More requests than a warp has lanes.
+    yield "decode-many", functools.partial(decode, variant="gdn", B=40)
     for variant in ("gdn", "kda"):
         yield (
             f"fold-{variant}-layers-track",

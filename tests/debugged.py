@@ -5,12 +5,14 @@ REPLAYSSM_DEBUG=1 python debugged.py CASE ...   one call on the GPU, or its grap
 REPLAYSSM_DEBUG=1 python debugged.py graphs     what right calls' graphs do after all stops
 """
 
+import functools
 import hashlib
 import json
 import sys
 
 import torch
 
+import wrong_values
 from calls import CALLS, gathered, mutated, named
 from replayssm.graph import inspect
 from samples import bits, pages
@@ -35,6 +37,18 @@ def call(label, change, device="cpu"):
     good = kwargs | named(op, args, kwargs)
     values = good | put(**change)(good)
     return getattr(torch.ops.replayssm, op).default, values, gathered(values)
+
+
+def _outside(label, change, device):
+    op, _, arguments = call(label, change, device)
+    return op._schema.name.split("::")[1], (), arguments
+
+
+# Calls as those of ``calls``.
+OUTSIDE = {
+    f"outside-{name}": functools.partial(_outside, *case)
+    for name, case in wrong_values.OUTSIDE.items()
+}
 
 
 def outcome(label, change):

@@ -100,6 +100,46 @@ def all_layers(call: Call, device: str, room: Tensor, variant: str) -> None:
     equal(far, near, "state")
 
 
+def grown(x: Tensor, pages: int) -> Tensor:
+    """x as the last pages of so many, of which nobody wrote the others."""
+    big = x.new_empty((x.shape[0], pages, *x.shape[2:]))
+    big[:, -x.shape[1] :] = x
+    return big
+
+
+def dense(device: str, slots: int, rows: int) -> None:
+    """verify, fold with a track slot and decode, at the end of pools that are all there."""
+    shape = {"B": 2, "S": 3, "R": 2, "T": 8, "H": 1, "HV": 32, "K": 128, "V": 128}
+    near, views = stack([make(device, "gdn", **shape).next_tokens(i) for i in range(2)])
+    near.state[0].neg_()  # or both layers would have one state
+    sizes = {name: slots if name == "state" else rows for name in POOLS}
+    pools = {name: grown(getattr(near, name), size) for name, size in sizes.items()}
+    indices = {"state_indices": near.state_indices + slots - 3,
+               "window_indices": near.window_indices + rows - 2}  # fmt: skip
+    far = near.with_(**pools, **indices)
+    far_views = [
+        view.with_(**{name: pool[i] for name, pool in pools.items()}, **indices)
+        for i, view in enumerate(views)
+    ]
+
+    def ends_equal(*names: str) -> None:
+        for name in names:
+            want = getattr(near, name)
+            bits_equal(getattr(far, name)[:, -want.shape[1] :], want, name)
+
+    for exact in (False, True):
+        for pair in zip(far_views, views, strict=True):
+            bits_equal(*(p.verify(exact=exact) for p in pair), "outputs")
+    ends_equal(*WINDOWS)
+    (free,) = {0, 1, 2} - set(near.state_indices.tolist())
+    for p, first in (far, slots - 3), (near, 0):
+        tracks = p.indices([first + free, -1]), p.indices([1, 0])
+        p.fold([4, 3], track_indices=tracks[0], track_steps=tracks[1])
+    ends_equal("state")
+    bits_equal(far_views[-1].decode(0), views[-1].decode(0), "outputs of decode")
+    ends_equal("state")
+
+
 def scatter(call: Call, device: str, room: Tensor, strides: tuple[int, int]) -> None:
     """Far slots, source rows and track slots, or far layers."""
     draw = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
 """Every kernel once on the GPU, for a sanitizer to watch; run as a script.
 
-With a name of PLANTED, that mistake instead. Run it with
-PYTORCH_NO_CUDA_MEMORY_CACHING=1: one allocation per tensor, so that a neighbour's memory
-is nobody's, and what is new nobody wrote.
+With a name of HALVES those calls alone, with one of PLANTED that mistake instead. Run it
+with PYTORCH_NO_CUDA_MEMORY_CACHING=1: one allocation per tensor, so that a neighbour's
+memory is nobody's, and what is new nobody wrote.
 """
 
 import functools
@@ -11,6 +11,7 @@ import sys
 import torch
 
 import calls
+import debugged
 from replayssm.graph import inspect
 from replayssm.ops import debug, launch, registration, select
 from samples import VARIANTS, WINDOWS, pages
@@ -63,10 +64,29 @@ def _portable():
     )
 
 
-MORE = dict(_more())
+# The chosen lowering with tiles that its tables pick for larger batches.
+def _tiled():
+    tiles = {
+        "recur_tile": [(32, 2), (64, 2), (64, 4)],
+        "effective_tile": [(128, 4), (64, 2)],
+    }
+    for variant in ("gdn", "kda"):
+        for table, picks in tiles.items():
+            inexact = {"exact": False, "K": 64} if table == "effective_tile" else {}
+            options = WIDE | inexact
+            for tile in picks:
+                build = functools.partial(calls.verify, variant=variant, **options)
+                yield f"{table}-{tile}-{variant}", (build, table, tile)
+        build = functools.partial(calls.decode, variant=variant, **WIDE)
+        yield f"streams-{variant}", (build, "streams", False)
+
+
+MORE = debugged.OUTSIDE | dict(_more())
 PORTABLE = dict(_portable())
+TILED = dict(_tiled())
 STOP = "stop"
-LABELS = [*calls.CALLS, *MORE, *PORTABLE, STOP]
+LABELS = [*calls.CALLS, *MORE, *PORTABLE, *TILED, STOP]
+HALVES = {"half-0": LABELS[::2], "half-1": LABELS[1::2]}
 
 
 def unwritten(view):
@@ -79,19 +99,27 @@ def with_unwritten_windows(op, args, kwargs, extra=0):
     """A call's arguments by name, with windows of which nobody wrote more than the op may
     read: nothing, or fold's accepted rows, to which ``extra`` are added afterwards."""
     values = calls.gathered(calls.named(op, args, kwargs))
-    rows = values.get("window_indices", values.get("state_indices"))
     layers = (slice(None),) * (op == "fold" and values["state"].dim() == 5)
     for name in WINDOWS if op in ("store", "verify", "fold") else ():
         old, new = values[name], unwritten(values[name])
-        if op == "fold":
-            for row, n in zip(rows.tolist(), values["accept_lens"].tolist(), strict=True):
-                at = (*layers, row, slice(None), slice(n))
-                new[at] = old[at]
+        for row, n in _accepted(values, len(layers)) if op == "fold" else ():
+            at = (*layers, row, slice(None), slice(n))
+            new[at] = old[at]
         values[name] = new
     if op == "fold":
         values["accept_lens"] += extra
     others = {name: x for name, x in kwargs.items() if not torch.is_tensor(x)}
     return values | others
+
+
+def _accepted(values, axis):
+    """fold's window rows and how much of each it takes, without requests it skips."""
+    slots, lens = values["state_indices"], values["accept_lens"]
+    rows = values.get("window_indices", slots)
+    S, R = (values[name].shape[axis] for name in ("state", "k_window"))
+    for slot, row, n in zip(*(x.tolist() for x in (slots, rows, lens)), strict=True):
+        if 0 <= slot < S and 0 <= row < R:
+            yield row, max(n, 0)
 
 
 def past_the_end():
@@ -152,25 +180,30 @@ def run(label):
         rule = debug.Rule("state_indices", values, values >= 0, "is no slot")
         debug.stop("fold", rule).compile_and_launch((values, rule.holds), ())
         return
-    builds = calls.CALLS | MORE | PORTABLE
-    op, args, kwargs = builds[label]("cuda")
+    build, table, value = TILED.get(label, (None, None, None))
+    op, args, kwargs = (build or (calls.CALLS | MORE | PORTABLE)[label])("cuda")
     values = with_unwritten_windows(op, args, kwargs)
     if label in PORTABLE:
         registration.run(select.load("portable"), op, **values)
+    elif build:
+        chosen = select.load(select.lowering().name)
+        setattr(chosen, table, lambda *_: value)
+        registration.run(chosen, op, **values)
     else:
         getattr(torch.ops.replayssm, op)(**values)
 
 
-def main():
-    for label in LABELS:
+def main(labels):
+    for label in labels:
         run(label)
         torch.cuda.synchronize()
         print("ran", label, flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        PLANTED[sys.argv[1]]()
+    (name,) = sys.argv[1:] or [None]
+    if name in PLANTED:
+        PLANTED[name]()
         torch.cuda.synchronize()
     else:
-        main()
+        main(HALVES[name] if name else LABELS)

@@ -1,5 +1,6 @@
 """The ops under torch.compile and torch.export: eager's bits, no pool copied, few graphs."""
 
+import gc
 import math
 import re
 
@@ -10,6 +11,7 @@ from torch._dynamo.utils import ReinplaceCounters, counters
 from torch._inductor.utils import run_and_get_code
 
 from calls import CALLS, mutated, named
+from far import grown
 from replayssm import ops
 from replayssm.ops import select
 from samples import POOLS, bits_equal, make, pages, stack
@@ -150,6 +152,38 @@ def test_a_compiled_step_equals_eager_and_copies_no_pool(
     assert ReinplaceCounters.get_total_missed() == 0
 
 
+class Model(torch.nn.Module):
+    """The step above, its pools buffers."""
+
+    def __init__(self, pools):
+        super().__init__()
+        for name, pool in zip(POOLS, pools, strict=True):
+            self.register_buffer(name, pool)
+
+    def forward(self, *args):
+        return step([getattr(self, name) for name in POOLS], *args)
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_allocates_less_than_a_megabyte():
+    """A state pool of 1.07 GB, its views written; the outputs are 131 kB of what is new
+    (field case 72)."""
+    shape = {"B": 2, "S": 3, "R": 2, "H": 16, "HV": 32, "K": 128, "V": 128}
+    layers = [make("cuda", "gdn", **shape).next_tokens(i) for i in range(2)]
+    pools, tokens, A_log, dt_bias, slots, rows, _ = step_args(*stack(layers, offset=False))
+    pools[0] = grown(pools[0], 256)
+    args = (tokens, A_log, dt_bias, slots + 253, rows, slots.new_tensor([4, 2]))
+    compiled = torch.compile(Model(pools), fullgraph=True)
+    for _ in range(2):
+        compiled(*args)
+    gc.collect()  # or what compiling left may be freed in between
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = compiled(*args)
+    grew = torch.cuda.max_memory_allocated() - before
+    assert sum(x.nbytes for x in outputs) <= grew < 10**6
+
+
 def doubled_first(pools, tokens, A_log, dt_bias, slots, rows, accept):
     pools[0].mul_(2)  # an ATen write to the pool in the same graph
     return step(pools, tokens, A_log, dt_bias, slots, rows, accept)
@@ -279,16 +313,20 @@ class Layer(torch.nn.Module):
         for name in POOLS:
             self.register_buffer(name, getattr(p, name))
 
-    def forward(self, q, k, v, a, b, A_log, dt_bias, slots, rows, accept):
+    def forward(self, q, k, v, a, b, A_log, dt_bias, slots, rows, accept, to=None, at=None):
         pools = [getattr(self, name) for name in POOLS]
         out = ops.verify(q, k, v, a, b, A_log, dt_bias, *pools, slots, None, rows)
-        ops.fold(*pools, slots, accept, window_indices=rows)
+        ops.fold(
+            *pools, slots, accept, window_indices=rows, track_indices=to, track_steps=at
+        )
         return out
 
 
-def layer_args(p):
+def layer_args(p, tracks=False):
     gates = (p.A_log, p.dt_bias, p.state_indices, p.window_indices)
-    return (*p.tokens, *gates, p.indices([4, 1, 0]))
+    free = sorted({*range(6)} - {*p.state_indices.tolist()})
+    to_and_at = (p.indices(free), p.indices([2, 0, -1])) if tracks else ()
+    return (*p.tokens, *gates, p.indices([4, 1, 0]), *to_and_at)
 
 
 def test_an_exported_and_functionalised_step_equals_eager(device):
@@ -303,13 +341,15 @@ def test_an_exported_and_functionalised_step_equals_eager(device):
 
 
 @pytest.mark.gpu
-def test_reduce_overhead_captures_pools_held_as_buffers():
-    """No graph is skipped for its mutated inputs (field case 79)."""
+@pytest.mark.parametrize("tracks", [False, True], ids=["no tracks", "tracks"])
+def test_reduce_overhead_captures_pools_held_as_buffers(tracks):
+    """No graph is skipped for its mutated inputs, optional arguments given or not (field
+    cases 79, 80)."""
     p, eager_p = (make("cuda", "gdn", R=6) for _ in range(2))
     layer, eager = Layer(p), Layer(eager_p)
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):  # warm-up, recording, replays
-        args = layer_args(p.next_tokens(seed))
+        args = layer_args(p.next_tokens(seed), tracks)
         torch.compiler.cudagraph_mark_step_begin()
         bits_equal(compiled(*args).clone(), eager(*args), f"outputs of step {seed}")
     p.assert_untouched(eager_p.memory())

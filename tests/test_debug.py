@@ -16,7 +16,7 @@ import torch
 from calls import CALLS, mutated
 from debugged import GRAPHS, call, digest
 from replayssm.ops import debug
-from samples import bits_equal, pages
+from samples import WINDOWS, bits_equal, pages
 from wrong_values import CASES, HARMLESS
 
 SCRIPT = Path(__file__).with_name("debugged.py")
@@ -143,7 +143,13 @@ ON_GPU = [
     "a slot past the pool", "a slot twice", "a snapshot over a live slot",
     "offsets that fall", "more accepted than a sliding conv window has",
     "a window row past the pool", "more accepted than the window has",
+    "a slot past the pool in a large batch",
 ]  # fmt: skip
+WRITTEN = {
+    "a slot past the pool": ["state"],
+    "verify's window row past the pool": [*WINDOWS],
+    "scatter's step past the window": ["state"],
+}
 
 
 @pytest.mark.gpu
@@ -154,21 +160,26 @@ def test_a_mistake_stops_the_gpu_with_the_message_and_the_row(name, how):
     argument, row, value, text = re.fullmatch(
         r"(.*)\[(\d+)\] = (-?\d+) (.*)", CASES[name].error
     ).groups()
+    block, thread = divmod(int(row), 32)
     done = run(SCRIPT, name, how)
     assert done.returncode != 0
     assert "the right call passed" in done.stdout
     assert "the wrong call passed" not in done.stdout
     assert f"{argument}[32 * block + thread] {text}" in done.stderr
-    assert re.search(rf"block: \[0,0,0\], thread: \[{row},0,0\] Assertion", done.stderr)
-    assert re.search(rf"idx \( *{row}\) {re.escape(argument)}: {value}\b", done.stdout)
+    assert re.search(
+        rf"block: \[{block},0,0\], thread: \[{thread},0,0\] Assertion", done.stderr
+    )
+    assert re.search(rf"idx \( *{thread}\) {re.escape(argument)}: {value}\b", done.stdout)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["eager", "captured"])
-def test_the_call_that_stops_the_gpu_writes_nothing(how):
-    """Its other requests' states neither, as the host sees in memory of its own."""
-    done = run(SCRIPT, "a slot past the pool", how, "mapped")
-    assert "the right call wrote ['state']" in done.stdout, done.stderr
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_call_that_stops_the_gpu_writes_nothing(name, how):
+    """Its other requests' states and windows neither, as the host sees in memory of its
+    own."""
+    done = run(SCRIPT, name, how, "mapped")
+    assert f"the right call wrote {WRITTEN[name]}" in done.stdout, done.stderr
     assert "the wrong call wrote []" in done.stdout, done.stderr
 
 

@@ -130,10 +130,11 @@ def test_an_exported_commit_equals_eager(device, variant):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("interval", [0, 3])
+@pytest.mark.parametrize("interval", [0, 3], ids=["no tracks", "tracks"])
 @pytest.mark.parametrize("variant", ["gdn", "kda"])
 def test_reduce_overhead_captures_the_commit(variant, interval):
-    """Pools are module buffers, which is what it takes (field case 79)."""
+    """Pools are module buffers, which is what it takes; the ops' optional arguments are
+    given or not (field cases 79, 80)."""
     engine, eager = pair("cuda", variant, 5, interval)
     commit = torch.compile(engine.commit, fullgraph=True, mode="reduce-overhead")
     for seed in range(6):

@@ -1,12 +1,39 @@
 """Of an argument's memory an op touches its elements alone."""
 
+import functools
+
 import pytest
 import torch
 
-from calls import CALLS, gathered, mutated, named
+import calls
+from calls import gathered, mutated, named
+from debugged import OUTSIDE
 from samples import bits_equal
 
-AROUND = 1024  # elements on either side
+AROUND = 2**14  # elements on either side, the slot past the last among them
+
+
+def _masked():
+    """Heads and windows that end inside a chunk of keys, a tile or a block of tokens."""
+    for variant in ("gdn", "kda"):
+        for build in (calls.verify, calls.decode, calls.fold, calls.store):
+            for K, V in ((80, 48), (5, 3)):
+                label = f"{build.__name__}-{variant}-{K}-{V}"
+                yield label, functools.partial(build, variant=variant, K=K, V=V)
+        for build in (calls.verify, calls.store):
+            ragged = {"lengths": [11, 0, 9], "tail": 2, "R": 5}
+            label = f"{build.__name__}-{variant}-ragged-11"
+            yield label, functools.partial(build, variant=variant, **ragged)
+        long = {"D": 11, "accept": (11, 0, 9)}
+        yield f"fold-{variant}-11", functools.partial(calls.fold, variant=variant, **long)
+        for D in (3, 11):  # both sizes of the inexact kernel
+            yield (
+                f"verify-{variant}-inexact-{D}",
+                functools.partial(calls.verify, variant=variant, exact=False, D=D, K=64),
+            )
+
+
+CALLS = calls.CALLS | OUTSIDE | dict(_masked())
 
 
 def guarded(x):

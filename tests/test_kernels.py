@@ -86,8 +86,8 @@ def test_a_streamed_state_changes_no_bits(variant):
 @pytest.mark.parametrize("variant", ["gdn", "kda"])
 def test_no_launch_overtakes_the_one_before(variant):
     """A long chain in one CUDA graph, where each launch reads what the last one wrote: the
-    state, and tokens that a copy writes just before and another just after. Every replay
-    is compared, and none waited for."""
+    state, and tokens that a copy writes just before and another just after. Every one of
+    1,000 replays is compared, and none waited for (field case 69)."""
     p = make("cuda", variant, B=4, D=4, H=2, HV=6, K=128, V=128)
     sources, apart, start = (p, p.next_tokens(1)), kernels("gluon"), p.state.clone()
     shared = p.with_(**{name: torch.empty_like(getattr(p, name)) for name in TOKENS})

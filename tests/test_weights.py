@@ -62,6 +62,14 @@ def test_saved_weights_are_rounded_to_fp16_and_everyone_may_read_them(tmp_path, 
         bits_equal(model.state_dict()[name], value, name)  # rounded as well
 
 
+def test_training_is_told_where_to_write(tmp_path, monkeypatch, capsys):
+    """Or it would replace the committed weights."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--text", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert "the following arguments are required: --out\n" in capsys.readouterr().err
+
+
 def test_the_committed_weights_are_small():
     files = {path.stem: path.stat().st_size for path in WEIGHTS.glob("*.safetensors")}
     drafters = {f"{kind}-{style}" for kind in TARGETS for style in STYLES}

@@ -111,6 +111,11 @@ CASES = {
         "replayssm.decode: state_indices[2] = 0 is the slot of an earlier request of the "
         "batch too",
     ),
+    "a slot past the pool in a large batch": Case(
+        "decode-many", {"state_indices": [*range(37), 43, 38, 39]},
+        "replayssm.decode: state_indices[37] = 43 is outside the state pool of 43 slots",
+        {"state_indices": [*range(37), -1, 38, 39]},
+    ),
     "store's window row past the pool": Case(
         "store-gdn", {"window_indices": [3, 6, 1]},
         "replayssm.store: window_indices[1] = 6 is outside the window pool of 6 rows",
@@ -198,5 +203,96 @@ HARMLESS = {
     ),
     "requests past the live ones": (
         "commit_indices", {"req_indices": [2, 0, 1, 3, 99]},
+    ),
+}  # fmt: skip
+
+# What is clamped or skipped all at once: the first values that are too large, and negative
+# ones, padding among them; mostly beside a live request.
+OUTSIDE = {
+    "verify": ("verify-gdn", {"state_indices": [6, -1, 1]}),
+    "verify-past": (
+        RAGGED,
+        {
+            "state_indices": [6, 1, 2], "window_indices": [0, 1, 5],
+            "cu_seqlens": [0, 3, 5, 10],
+        },
+    ),
+    "verify-below": (
+        RAGGED,
+        {
+            "state_indices": [-9, 1, 2], "window_indices": [5, -1, 0],
+            "cu_seqlens": [-1, 3, 5, 9],
+        },
+    ),
+    "decode": ("decode-kda", {"state_indices": [6, -9, 1]}),
+    "store-past": ("store-gdn", {"window_indices": [6, -9, 1]}),
+    "store-below": (
+        "store-ragged", {"window_indices": [5, -1, 0], "cu_seqlens": [-1, 3, 5, 10]},
+    ),
+    "fold-past": (
+        FOLD,
+        {
+            "state_indices": [8, 1, 2], "window_indices": [0, 5, 1],
+            "accept_lens": [4, 4, 7], "track_indices": [3, 4, 8], "track_steps": [1, 1, 1],
+        },
+    ),
+    "fold-below": (
+        FOLD,
+        {
+            "state_indices": [-1, 1, 2], "window_indices": [5, -1, 0],
+            "accept_lens": [7, 4, 4], "track_indices": [3, 4, -9], "track_steps": [7, 1, 0],
+        },
+    ),
+    "fold-nothing": (
+        FOLD,
+        {
+            "state_indices": [0, 1, 2], "window_indices": [0, 1, 2],
+            "accept_lens": [0, -1, 4], "track_indices": [3, 4, 5], "track_steps": [0, 0, -9],
+        },
+    ),
+    "scatter-past": (
+        "scatter-conv-track",
+        {
+            "state_indices": [6, 0, 3], "step_indices": [0, 3, 1],
+            "source_indices": [0, 1, 2], "track_indices": [1, 4, 6],
+        },
+    ),
+    "scatter-below": (
+        "scatter-conv-track",
+        {
+            "state_indices": [1, 0, 3], "step_indices": [-1, 1, 1],
+            "source_indices": [0, -1, 2], "track_indices": [2, 4, -9],
+        },
+    ),
+    "scatter-sources": (
+        "scatter-conv-track",
+        {
+            "state_indices": [-1, 0, 3], "step_indices": [9, 2, 2],
+            "source_indices": [9, 4, 0], "track_indices": [1, 2, 4],
+            "track_steps": [0, 0, 3],
+        },
+    ),
+    **{
+        f"{label}-{name}": (label, change)
+        for label in (CONV, SLIDING)
+        for name, change in {
+            "past": {
+                "state_indices": [5, 1, 2], "window_indices": [0, 3, 1],
+                "accept_lens": [3, 3, 4], "track_indices": [0, 3, 5],
+                "track_steps": [0, 0, 2],
+            },
+            "below": {
+                "state_indices": [0, 1, 2], "window_indices": [0, -1, 2],
+                "accept_lens": [-1, 3, 2], "track_indices": [3, 4, -9],
+                "track_steps": [0, 0, 0],
+            },
+        }.items()
+    },
+    "commit_indices": (
+        "commit_indices-track",
+        {
+            "accept_lens": [9, -2, 1, 1, 9], "seq_lens": [-6, 8, 7, 7, 1],
+            "req_indices": [4, 0, -1, 3, 99], "track_slot_map": [-9, 7, 6, 99],
+        },
     ),
 }  # fmt: skip

