@@ -136,10 +136,14 @@ def _matrix():
     ragged = {"lengths": [3, 0, 4], "tail": 2, "R": 5, "index": torch.int64}
     for build in (store, verify):
         yield f"{build.__name__}-ragged", functools.partial(build, variant="gdn", **ragged)
+    yield "verify-kda-ragged", functools.partial(verify, variant="kda", **ragged)
+    for dtype in (torch.float16, torch.float32):
+        name = f"verify-{str(dtype).removeprefix('torch.')}"
+        yield name, functools.partial(verify, variant="gdn", dtype=dtype)
     yield "verify-inexact", functools.partial(verify, variant="gdn", exact=False)
     for build in (gate, verify):
         name = f"{build.__name__}-transposed"
-        yield name, functools.partial(build, variant="gdn", across=True)
+        yield name, functools.partial(build, variant="gdn", across=True, H=2, HV=4)
     for build in (verify, decode):
         yield (
             f"{build.__name__}-narrow-state",
@@ -152,6 +156,13 @@ def _matrix():
             f"fold-{variant}-layers-track",
             functools.partial(fold, variant=variant, layers=2, track=True, R=5),
         )
+    yield (
+        "fold-narrow-state-track",
+        functools.partial(
+            fold, variant="gdn", layers=2, track=True, R=5, state_dtype=torch.bfloat16,
+            index=torch.int64,
+        ),
+    )  # fmt: skip
     yield "scatter-state", functools.partial(scatter, inner=(2, 8, 4))
     yield "scatter-conv-track", functools.partial(scatter, inner=(6, 3), track=True)
     yield (

@@ -72,9 +72,7 @@ def compiled(made: launch.Plan, arguments: list, target: str) -> Any:
     backend, arch, warp = (
         ("hip", target, 64) if target.startswith("gfx") else ("cuda", int(target), 32)
     )
-    options = {
-        "num_warps": made.warps, "enable_fp_fusion": False, "debug": bool(kernel.debug)
-    }  # fmt: skip
+    options = {"num_warps": made.warps, "debug": bool(kernel.debug), **launch._PINNED}
     return triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
 
 

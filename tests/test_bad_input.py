@@ -3,10 +3,13 @@
 The texts are pinned whole; accept changed ones with EXPECTTEST_ACCEPT=1 and read them.
 """
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from calls import CALLS, gathered, named
 from mistakes import cast, given, longer, moved, overlapping, rank, spaced, swapped, texts
+from samples import bits_equal
 
 
 def test_decode_refuses_wrong_metadata(device):
@@ -119,6 +122,7 @@ def test_fold_refuses_wrong_metadata(device):
         given(track_indices=None), given(track_steps=None),
         lambda x: {"k_window": torch.cat([x["k_window"]] * 3, 2)},
         lambda x: {name: torch.cat([x[name]] * 9, -1) for name in ("state", "k_window")},
+        lambda x: {"state": x["state"][..., :0, :], "v_window": x["v_window"][..., :0]},
     )  # fmt: skip
     assert_expected_inline(
         got,
@@ -152,7 +156,8 @@ ValueError: fold: g_window's innermost 3 dimensions must be contiguous, got shap
 ValueError: fold: track_steps needs track_indices beside it, got None
 ValueError: fold: track_indices needs track_steps beside it, got None
 ValueError: fold: HV must be a multiple of H, got HV = 2 (state) and H = 3 (k_window)
-ValueError: fold: K must be 1 to 256, got 288 (state)""",
+ValueError: fold: K must be 1 to 256, got 288 (state)
+ValueError: fold: V must be at least 1, got 0 (state)""",
     )
 
 
@@ -189,3 +194,18 @@ ValueError: scatter: state is written and must not overlap itself, got shape [2,
 ValueError: scatter: track_steps needs track_indices beside it, got None
 ValueError: scatter: track_indices needs track_steps beside it, got None""",
     )
+
+
+@pytest.mark.parametrize("name", ["state", "accept_lens"])
+def test_what_is_no_dense_tensor_is_refused_by_torch(device, name):
+    """Before anything is written (docs/limits.md)."""
+    op, args, kwargs = CALLS["fold-gdn"](device)
+    good, function = named(op, args, kwargs), getattr(torch.ops.replayssm, op).default
+    before = good["state"].clone()
+    for other, error in (
+        (good[name].tolist(), RuntimeError), (good[name].cpu().numpy(), RuntimeError),
+        (good[name].to_sparse(), NotImplementedError),
+    ):  # fmt: skip
+        with pytest.raises(error, match=r"'Tensor'|Sparse"):
+            function(**gathered(good | {name: other}))
+    bits_equal(good["state"], before, "state")

@@ -166,10 +166,13 @@ def test_the_state_of_few_heads_is_streamed(op):
     assert not re.findall(streamed, many)
 
 
-def test_only_written_fma_is_contracted():
+@pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
+@pytest.mark.parametrize("op", ["gate", "verify", "inexact", "fold", "decode"])
+@pytest.mark.parametrize("lowering", KERNELS)
+def test_only_written_fma_is_contracted(lowering, op, kda):
     """fold(n) equals decode bit for bit only while no compiler fuses on its own:
     every multiplication and addition in the code says how it rounds."""
-    ptx = build("gluon", "verify", "90").asm["ptx"]
+    ptx = build(lowering, op, "90", kda=kda).asm["ptx"]
     assert re.search(r"\bfma\.rn\.f32", ptx)
     loose = re.findall(r"\b(?:mul|add|sub|mad)\.f32", ptx)
     assert not loose, loose

@@ -67,7 +67,7 @@ def test_a_step_does_not_remember_the_steps_before_it(device, variant):
 def test_outputs_follow_fp64_through_sudden_decays(device, variant, exact, D, strength):
     """Between slow tokens, in one channel of KDA: a decay is never inverted, nor is
     the product of some divided by that of others (field case 24)."""
-    p = make(device, variant, B=2, D=8, dtype=torch.float32)
+    p = make(device, variant, B=2, D=D, dtype=torch.float32)
     p.A_log.zero_()
     p.dt_bias.zero_()
     a = torch.full_like(p.a, -2.25)  # g = -0.1
@@ -78,8 +78,8 @@ def test_outputs_follow_fp64_through_sudden_decays(device, variant, exact, D, st
     got = p.verify(exact=exact)
     assert got.isfinite().all()
     oracle.assert_outputs(got, want, relative=5e-6 if exact else 1e-5)
-    p.fold([8, 5])
-    for slot, n, states in zip(p.state_indices.tolist(), [8, 5], trajectories, strict=True):
+    p.fold([D, 5])
+    for slot, n, states in zip(p.state_indices.tolist(), [D, 5], trajectories, strict=True):
         assert oracle.state_error(p.state[slot], states[n]) <= 1e-6
 
 

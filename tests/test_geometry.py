@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import oracle
-from samples import POOLS, TOKENS, VARIANTS, bits_equal, make
+from calls import transposed
+from replayssm import ops
+from samples import POOLS, TOKENS, VARIANTS, WINDOWS, bits_equal, make
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 HEAD_DIMS = [
@@ -56,17 +58,35 @@ def test_any_batch_size_follows_fp64(device, variant, B):
     check_against_fp64(p, [1] * B)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("gate_dtype", [torch.float16, torch.float32], ids=str)
-def test_each_gate_input_has_its_own_dtype(device, dtype, gate_dtype):
-    p = make(device, "gdn", dtype=dtype)
-    narrow = {"a": p.a.bfloat16(), "b": p.b.to(gate_dtype), "A_log": p.A_log.half()}
-    p = p.with_(**narrow, dt_bias=p.dt_bias.bfloat16())
-    upcast = p.copy().with_(
-        **{name: getattr(p, name).float() for name in (*narrow, "dt_bias")}
-    )
-    bits_equal(p.verify(), upcast.verify(), "outputs")
-    p.assert_untouched(upcast.memory())
+def gate(p):
+    return ops.gate(p.a, p.b, p.A_log, p.dt_bias, lower_bound=p.lower_bound)
+
+
+def check_the_same_bits(one, other):
+    """Of every op that takes tokens, given the same ones in another form."""
+    for name, got, want in zip(("g", "beta"), gate(one), gate(other), strict=True):
+        bits_equal(got, want, name)
+    for exact in (True, False):
+        left, right = one.copy(), other.copy()
+        outputs = left.verify(exact=exact), right.verify(exact=exact)
+        bits_equal(*outputs, f"outputs with exact={exact}")
+        left.assert_untouched(right.memory())
+    one, other = one.copy(), other.copy()
+    bits_equal(one.decode(1), other.decode(1), "decode")
+    one.assert_untouched(other.memory("state"))
+
+
+@variants
+@pytest.mark.parametrize("shift", range(3))
+def test_each_gate_input_has_its_own_dtype(device, variant, shift):
+    """As if upcast before; a and dt_bias share one: their sum is not to be of it."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16] * 2
+    one, other, third = dtypes[shift : shift + 3]
+    p = make(device, variant, dtype=other)
+    inputs = {"a": one, "b": other, "A_log": third, "dt_bias": one}
+    narrow = p.with_(**{name: getattr(p, name).to(kind) for name, kind in inputs.items()})
+    wide = narrow.with_(**{name: getattr(narrow, name).float() for name in inputs})
+    check_the_same_bits(narrow, wide)
 
 
 @variants
@@ -155,6 +175,22 @@ def test_strided_pools_and_packed_tokens_give_the_same_bits_as_dense(device, var
     for name in POOLS:
         bits_equal(getattr(strided, name), getattr(dense, name), name)
         assert strided.memory(name)[name][:, 0].isnan().all(), f"{name}'s other pages"
+
+
+@variants
+def test_strided_heads_give_the_same_bits(device, variant):
+    """In memory a head's tokens lie together; in a dense tensor a token's heads do."""
+    packed = make(device, variant, H=2, HV=4)
+    dense, strided = (
+        packed.with_(**{name: lay(getattr(packed, name)) for name in TOKENS})
+        for lay in (torch.Tensor.contiguous, transposed)
+    )
+    check_the_same_bits(strided, dense)
+    g, beta = gate(dense)
+    stored, plain = strided.copy(), dense.copy()
+    for p, lay in ((stored, transposed), (plain, torch.Tensor.contiguous)):
+        ops.store(p.k, p.v, lay(g), lay(beta), *p.windows, p.state_indices)
+    stored.assert_untouched(plain.memory(*WINDOWS))
 
 
 def pitched(x, pitch):

@@ -44,17 +44,50 @@ def decode(chosen, p, t):
     )[0]  # fmt: skip
 
 
+# One block of tokens, and more than one: by the shape, and by what the device says.
+BATCHES = {
+    "6": ({"D": 6}, [6, 3, 1]),
+    "11": ({"D": 11}, [11, 9, 4]),
+    "ragged": ({"lengths": [11, 0, 9], "tail": 2}, [11, 0, 9]),
+}
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_tile_gives_the_same_bits(variant, tile):
-    p = make("cuda", variant, B=3, D=6, H=2, HV=6, K=128, V=128)
+@pytest.mark.parametrize(("batch", "accept"), BATCHES.values(), ids=BATCHES)
+def test_every_tile_gives_the_same_bits(variant, tile, batch, accept):
+    p = make("cuda", variant, **batch, H=2, HV=6, K=128, V=128)
     other = p.copy()
     bits_equal(verify(kernels("gluon", tile), other), p.verify(), "outputs")
     for name in ("k_window", "v_window", "g_window", "beta_window"):
         bits_equal(getattr(other, name), getattr(p, name), name)
-    p.fold([6, 3, 1])
-    fold(kernels("gluon", tile), other, [6, 3, 1])
+    p.fold(accept)
+    fold(kernels("gluon", tile), other, accept)
     bits_equal(other.state, p.state, "state")
+
+
+@pytest.mark.parametrize(
+    ("variant", "H", "HV", "B"), [("gdn", 16, 48, 64), ("kda", 12, 12, 16)]
+)
+def test_a_large_ragged_batch_equals_decoding_it(variant, H, HV, B):
+    """So many heads that the tables choose wide tiles for ragged batches."""
+    tables = select.load("gluon")
+    assert tables.recur_tile(HV, 128, 128, B, variant == "kda", ragged=True) == (64, 2)
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 9, (B,), generator=draw).tolist()
+    p = make("cuda", variant, lengths=lengths, tail=3, H=H, HV=HV, K=128, V=128)
+    state, outputs, spans = p.copy().state, p.verify(), p.spans()
+    p.fold(lengths)
+    for t in range(max(lengths)):
+        rows = [i for i, span in enumerate(spans) if len(span) > t]
+        tokens = [spans[i][t] for i in rows]
+        one = ops.decode(
+            *(x[tokens] for x in p.tokens), p.A_log, p.dt_bias, state,
+            p.state_indices[rows],
+        )  # fmt: skip
+        bits_equal(one, outputs[tokens], f"outputs of token {t}")
+    bits_equal(p.state, state, "state")
+    assert not outputs[sum(lengths) :].any()
 
 
 @pytest.mark.parametrize("tile", INEXACT_TILES, ids=str)
