@@ -188,7 +188,7 @@ SMALL = {
 }  # fmt: skip
 REAL = {
     "K": 128, "V": 128, "D": 8, "S": 12, "slots": (7, 2, 4, -1, 11, 0, 9, 5),
-    "accept_lens": (8, 1, 6, 2, 3, 0, 4, 2),
+    "accept_lens": (8, 1, 6, 2, 3, 5, 0, 2),
 }  # fmt: skip
 SHAPES = {
     "cpu": {

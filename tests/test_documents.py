@@ -60,9 +60,9 @@ def test_no_block_is_left_out():
         assert len(fences) == len(found), page
 
 
-def test_fragments_are_the_readmes_equivalent_and_what_goes_into_sglangs_own_methods():
+def test_fragments_are_formulas_and_what_goes_into_sglangs_own_methods():
     fragments = {p for p in PAGES for block in blocks(p) if block.mark == "fragment"}
-    assert fragments == {README, ROOT / "docs/sglang.md"}
+    assert fragments == {README, ROOT / "docs/performance.md", ROOT / "docs/sglang.md"}
 
 
 def test_the_eight_lines_of_the_readme_compute_what_its_call_does():
@@ -145,6 +145,27 @@ def test_the_engine_page_commits_a_step():
     counters = names["counters"].cpu()
     assert (counters - (torch.arange(32) << 32))[[3, 5]].tolist() == caps
     assert int(counters.sum()) == sum(range(32)) * 2**32 + sum(caps)
+
+
+def test_the_performance_page_computes_outputs_without_walking_through_the_states():
+    (one_pass,) = blocks(ROOT / "docs/performance.md")
+    draw, D, K, V = torch.Generator().manual_seed(0), 8, 16, 24
+    sizes = {"q": (D, K), "k": (D, K), "v": (D, V), "g": (D, K), "beta": (D,), "S": (V, K)}
+    names = {
+        name: torch.randn(size, generator=draw, dtype=torch.float64)
+        for name, size in sizes.items()
+    }
+    names["g"], names["beta"] = -names["g"].abs(), names["beta"].sigmoid()
+    names["k"] = torch.nn.functional.normalize(names["k"])
+    S, want = names["S"], []
+    tokens = (names[name] for name in ("q", "k", "v", "g", "beta"))
+    for q, k, v, g, beta in zip(*tokens, strict=True):
+        S = S * g.exp()
+        S = S + torch.outer(beta * (v - S @ k), k)
+        want.append(S @ q)
+    names |= {"torch": torch, "D": D}
+    exec(one_pass.code, names)
+    torch.testing.assert_close(names["o"], torch.stack(want), rtol=1e-12, atol=1e-12)
 
 
 def test_links_between_the_documents_lead_somewhere():

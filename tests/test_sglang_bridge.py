@@ -111,8 +111,8 @@ def test_rings_may_be_keyed_by_request(kda):
 
 
 @variants
-def test_slots_up_to_the_null_slot_are_padding(kda):
-    c, null = case(kda), case(kda)
+def test_slots_up_to_the_null_slot_are_padding(kda, device):
+    c, null = case(kda, device), case(kda, device)
     null.state_indices[null.state_indices < 0] = 0
     # A request whose tracked slot is the null one tracks nothing.
     null.track_indices[0] = 0
