@@ -74,10 +74,17 @@ class Check:
                     f"got {list(value.shape)}"
                 ),
             )
-        if "V" in letters:  # before its strides: an empty tensor's say nothing
-            self.require(
-                self.sizes["V"] > 0, lambda: f"V must be at least 1, got 0 ({name})"
-            )
+            if letter in (
+                "K",
+                "V",
+                "T",
+            ):  # before its strides: an empty tensor's say nothing
+                self.require(
+                    known > 0,
+                    lambda letter=letter: (  # type: ignore[misc]
+                        f"{letter} must be at least 1, got 0 ({self.sources[letter]})"
+                    ),
+                )
         if value.dtype not in dtypes:
             self.fail(
                 f"{name} must be {_names(dtypes)}{of}, got {_names((value.dtype,))}",

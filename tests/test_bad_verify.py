@@ -32,6 +32,8 @@ def test_verify_refuses_wrong_shapes(device):
         lambda x: {name: torch.cat([x[name]] * 3, 1) for name in ("q", "k")},
         lambda x: {name: torch.cat([x[name]] * 9, 2) for name in ("q", "k")},
         lambda x: {"v": x["v"][..., :0]},
+        lambda x: {name: x[name][..., :0] for name in ("q", "k")},
+        lambda x: {name: x[name][:, :, :0] for name in x if name in WINDOWS},
     )  # fmt: skip
     assert_expected_inline(
         got,
@@ -66,7 +68,9 @@ ValueError: verify: N must be 0 when B is 0 (state_indices), got N = 12 (q)
 ValueError: verify: D = N / B = 4 tokens a row (q, state_indices) do not fit the window's T = 3 rows (k_window)
 ValueError: verify: HV must be a multiple of H, got HV = 2 (v) and H = 3 (q)
 ValueError: verify: K must be 1 to 256, got 288 (q)
-ValueError: verify: V must be at least 1, got 0 (v)""",
+ValueError: verify: V must be at least 1, got 0 (v)
+ValueError: verify: K must be at least 1, got 0 (q)
+ValueError: verify: T must be at least 1, got 0 (k_window)""",
     )
 
 
