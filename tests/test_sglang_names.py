@@ -102,3 +102,48 @@ def test_the_fragments_of_the_page_name_what_the_method_has_there(classes):
         "self", "state_indices_tensor", "last_correct_step_indices",
         "mamba_track_indices", "mamba_steps_to_track", "src_indices_raw",
     ]  # fmt: skip
+
+
+def called(nodes: list[ast.stmt]) -> list[str]:
+    """The functions and methods that are called in these statements, in order."""
+    found = [n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Call)]
+    found.sort(key=lambda node: (node.lineno, node.col_offset))
+    return [ast.unparse(node.func) for node in found]
+
+
+def test_sglang_parts_the_situations_that_the_routes_tests_name(classes):
+    """KDA's fold, KDA that seeds its next verify, and scatter, in this order."""
+    hybrid = classes["HybridLinearAttnBackend"]
+    (method,) = (
+        m for m in hybrid.body
+        if getattr(m, "name", "") == "update_mamba_state_after_mtp_verify"
+    )  # fmt: skip
+    branches = [
+        node for node in method.body
+        if isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return)
+    ]  # fmt: skip
+    assert [ast.unparse(node.test) for node in branches] == [
+        "getattr(mamba_pool, 'replayssm_is_kda', False)", "accept_lens_pool is not None",
+    ]  # fmt: skip
+    fold, seeded = (called(node.body) for node in branches)
+    assert fold == ["commit_kda_replayssm_after_verify"]
+    assert "fused_conv_window_scatter_with_mask" in seeded
+    rest = method.body[method.body.index(branches[-1]) + 1 :]
+    assert called(rest) == [
+        "scatter_mamba_states_after_mtp_verify", "self._update_ple_state_after_mtp_verify"
+    ]  # fmt: skip
+
+
+def test_sglang_refuses_replay_of_gdn_under_dflash_and_dspark_alone(classes):
+    (build,) = (
+        node for cls in classes.values() for node in cls.body
+        if getattr(node, "name", "") == "_build_hybrid_req_pool"
+    )  # fmt: skip
+    (refusal,) = (
+        node for node in ast.walk(build)
+        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise)
+    )  # fmt: skip
+    assert [ast.unparse(part) for part in refusal.test.values] == [
+        "get_exec().mamba.enable_linear_replayssm_spec",
+        "_algo in ('DSPARK', 'DFLASH')", "self.hybrid_kda_config is None",
+    ]  # fmt: skip

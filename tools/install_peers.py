@@ -26,6 +26,7 @@ WHEEL = [
 KERNELS = ("sglang/kernels/**/*.py", "fla/**/*.py", "*.dist-info/**/*")
 # Never imported: a test reads in them that what tools/sglang_bridge.py reads is there.
 ENGINE = (
+    "sglang/srt/mem_cache/kv_cache_configurator.py",
     "sglang/srt/mem_cache/memory_pool.py",
     "sglang/srt/layers/attention/hybrid_linear_attn_backend.py",
     "sglang/srt/layers/attention/linear/gdn_backend.py",
