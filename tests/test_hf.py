@@ -43,20 +43,15 @@ def one_thread(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def torchs_softplus(monkeypatch):
-    """transformers takes KDA's as log(1 + exp(x)), 2e-4 off where x is -7; the ops do not.
-
-    The fixture's value puts its own forward back.
-    """
+    """transformers takes KDA's as log(1 + exp(x)), 2e-4 off where x is -7; the ops do not."""
 
     def forward(self, hidden_states):
         x = self.f_b_proj(self.f_a_proj(hidden_states)).float() + self.dt_bias.float()
         return -self.A_log.float().exp() * softplus(x.unflatten(-1, (-1, self.head_dim)))
 
-    own = KimiLinearForgetGate.forward
     monkeypatch.setattr(KimiLinearForgetGate, "forward", forward)
-    return lambda: monkeypatch.setattr(KimiLinearForgetGate, "forward", own)
 
 
 def build(name, dtype, device):
@@ -177,6 +172,7 @@ def test_after_any_rejection_the_cache_is_that_of_the_accepted_text(name, dtype,
 
 
 @names
+@pytest.mark.usefixtures("torchs_softplus")
 def test_speculative_generation_gives_the_tokens_of_generate(name, device):
     model = hf.build(name).to(device)
     prompt = hf.repeated(model)
@@ -201,11 +197,8 @@ def test_speculation_in_bf16_takes_no_token_that_rounding_could_not(name, device
     assert (own.amax(-1) - chosen).max() <= TIMES * (own - exact).abs().max()
 
 
-def test_kimi_as_it_ships_gives_the_same_tokens_from_a_state_3e_5_away(
-    torchs_softplus, device
-):
+def test_kimi_as_it_ships_gives_the_same_tokens_from_a_state_3e_5_away(device):
     """Its softplus rounds 1 + exp(x): g is 2e-4 off, the state 1.1e-5 after 111 tokens."""
-    torchs_softplus()
     model = hf.build("kimi-linear").to(device)
     prompt = hf.repeated(model)
     want = model.generate(prompt, do_sample=False, max_new_tokens=64)
