@@ -74,11 +74,8 @@ class Check:
                     f"got {list(value.shape)}"
                 ),
             )
-            if letter in (
-                "K",
-                "V",
-                "T",
-            ):  # before its strides: an empty tensor's say nothing
+            # Before the strides, of which an empty tensor's say nothing.
+            if letter in ("K", "V", "T"):
                 self.require(
                     known > 0,
                     lambda letter=letter: (  # type: ignore[misc]

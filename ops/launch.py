@@ -183,10 +183,9 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
     else:
         BV, warps = lowering.recur_tile(HV, K, V, batch, kda, ragged)
     tuned = {}
-    if lowering.tuned:
+    if kernel is lowering.recur and hasattr(lowering, "streams"):
         tuned["ONE"] = not ragged and length <= block
-        if kernel is lowering.recur:
-            tuned["STREAM"] = lowering.streams(HV * batch, kda, windows[0] is None)
+        tuned["STREAM"] = lowering.streams(HV * batch, kda, windows[0] is None)
     # Ragged batches get one row of programs more: it zeroes uncovered tokens.
     heads = HV * (batch + ragged) if tokens else 0
     return Plan(

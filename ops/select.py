@@ -72,6 +72,5 @@ def load(name: str) -> SimpleNamespace:
         for part in (*own, "copies", "batch")
     )
     return SimpleNamespace(
-        **{key: value for module in modules for key, value in vars(module).items()},
-        tuned=name == "gluon",
+        **{key: value for module in modules for key, value in vars(module).items()}
     )

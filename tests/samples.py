@@ -6,6 +6,7 @@ request owns, and windows before verify wrote them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -37,6 +38,17 @@ def bits_equal(got: Tensor, want: Tensor, what: str = "values") -> None:
             f"{what}: {int(differ.sum())} of {differ.numel()} elements differ, first at "
             f"{list(first)}: got {got[first].item()!r}, want {want[first].item()!r}"
         )
+
+
+@contextlib.contextmanager
+def unsynced():
+    """Nothing inside may wait for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def pool(dense: Tensor, *, axis: int) -> Tensor:

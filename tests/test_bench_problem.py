@@ -14,6 +14,7 @@ import correct
 import problem
 from floors import Traffic, traffic
 from problem import Model, Problem
+from test_bench import Turns
 
 TINY = Model(layers=2, H=1, HV=2, D=4, K=32, V=32)
 TINY_KDA = replace(TINY, H=2, D=3, kda=True, lower_bound=-5.0)
@@ -170,17 +171,6 @@ def test_a_single_output_that_is_off_is_found(value):
     other = exact.clone()
     other[7, 1, exact[7, 1].abs().argmax()] *= value
     assert "further off than roundings allow" in correct.apart(exact, other)
-
-
-class Turns:
-    """A timer that captures nothing: 1 us for the first run of a round, 2 for the next."""
-
-    def capture(self, run):
-        run()
-        return run
-
-    def medians(self, runs):
-        return {name: i + 1.0 for i, name in enumerate(runs)}
 
 
 def test_among_other_kernels_their_own_time_is_taken_off(monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from replayssm.graph import verify_lens
-from samples import bits_equal
+from samples import bits_equal, unsynced
 
 # Halves make equal survivals common, 1 and 0 make drafts that cost nothing or give none.
 CONFIDENCES = st.sampled_from([0.0, 0.25, 0.5, 0.5, 0.75, 0.875, 1.0])
@@ -232,15 +232,11 @@ def test_it_compiles_as_one_graph_with_equal_results(device, names, causal):
 def test_a_captured_call_follows_its_inputs_and_waits_for_nothing(names, causal):
     inputs = pick(arguments("cuda"), names)
     verify_lens(**inputs, causal=causal)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynced():
         verify_lens(**inputs, causal=causal)
         with torch.cuda.graph(graph):
             got = verify_lens(**inputs, causal=causal)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for seed in range(1, 6):
         for name, value in pick(arguments("cuda", seed=seed), names).items():
             inputs[name].copy_(value)

@@ -12,7 +12,7 @@ import torch
 
 from calls import CALLS, mutated, named
 from replayssm import ops
-from samples import bits_equal, make, pages
+from samples import bits_equal, make, pages, unsynced
 
 pytestmark = pytest.mark.gpu
 
@@ -38,12 +38,8 @@ def test_no_op_waits_for_the_device(label):
     """No .item(), no blocking copy (field case 67)."""
     _, _, call = run(label)
     call()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynced():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("label", CALLS)

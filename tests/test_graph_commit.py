@@ -1,6 +1,5 @@
 """A commit is one thing, however it runs and whatever stands in the padding."""
 
-import contextlib
 import itertools
 from typing import get_args
 
@@ -17,7 +16,7 @@ from replayssm.graph import (
     live_rows,
     smallest,
 )
-from samples import VARIANTS, bits, bits_equal
+from samples import VARIANTS, bits, bits_equal, unsynced
 
 
 def differ(got, want) -> torch.Tensor:
@@ -96,17 +95,6 @@ def test_compact_commits_what_cap_accept_commits(device, variant):
             bits_equal(got, want)
         for name in ("state", *(f"conv_state_{i}" for i in range(len(dense.conv)))):
             bits_equal(packed.pools.get_buffer(name), dense.pools.get_buffer(name), name)
-
-
-@contextlib.contextmanager
-def unsynced():
-    """Nothing inside may wait for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 WAYS = [

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 from prefills import KDA, LIVE, MODELS, ROWS, SLOTS, SQUARE, pools_of, put, random
 from replayssm.graph import put_prefill
-from samples import bits_equal
+from samples import bits_equal, unsynced
 
 
 def final_states(model, device, **options):
@@ -155,12 +155,8 @@ def test_a_captured_hand_off_takes_the_slots_and_states_of_its_replay_and_never_
     slots = torch.tensor([-1, -1, -1], device="cuda")
     call = lambda: put_prefill(pools, slots, states, convs, layout="vk")  # noqa: E731
     call()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynced():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()

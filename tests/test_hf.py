@@ -189,12 +189,12 @@ def test_speculative_generation_gives_the_tokens_of_generate(name, device):
 @names
 def test_speculation_in_bf16_takes_no_token_that_rounding_could_not(name, device):
     """Each token's logit in the model's own forward is its best one, or as near to it as
-    that forward's logits are to an fp32 run's."""
+    the logits there are to an fp32 run's."""
     model, fp32 = build(name, torch.bfloat16, device)
     got, _ = hf.speculate(model, hf.repeated(model), 64, D)
     own, exact = (m(got[:, :-1]).logits[:, P - 1 :].float() for m in (model, fp32))
     chosen = own.gather(-1, got[:, P:, None]).squeeze(-1)
-    assert (own.amax(-1) - chosen).max() <= TIMES * (own - exact).abs().max()
+    assert (own.amax(-1) - chosen <= TIMES * (own - exact).abs().amax(-1)).all()
 
 
 def test_kimi_as_it_ships_gives_the_same_tokens_from_a_state_3e_5_away(device):

@@ -5,6 +5,7 @@ import torch
 
 from engine import D, Engine
 from replayssm.graph import DecodeLoop, buckets, live_rows
+from samples import unsynced
 
 VOCAB, END = 50, 13
 
@@ -155,12 +156,8 @@ def test_accepted_lengths_are_counted(device, graphs):
 def test_queued_replays_do_not_wait_for_the_device(mode):
     loop = loop_of("cuda", mode, True)
     start(loop, "cuda", [3, 0, 5], [30, 20, 17])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynced():
         loop.run(30)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check(loop, [3, 0, 5], [30, 20, 17], None)
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from replayssm.graph import rejection_accept
 from replayssm.graph.sampling import _draw, _uniform
-from samples import bits_equal
+from samples import bits_equal, unsynced
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -258,15 +258,11 @@ def test_it_compiles_as_one_graph_with_equal_results(device, dense, backend):
 def test_a_captured_call_follows_its_inputs_and_waits_for_nothing(dense):
     arguments = case("cuda", B=16, D=4, vocab=1000, dense=dense)
     rejection_accept(**arguments)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynced():
         rejection_accept(**arguments)
         with torch.cuda.graph(graph):
             got = rejection_accept(**arguments)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for seed in range(1, 6):
         for name, value in case("cuda", B=16, D=4, vocab=1000, seed=seed).items():
             if arguments[name] is not None:

@@ -7,7 +7,7 @@ import torch
 
 from replayssm import ops
 from replayssm.graph import LinearAttention, Pools
-from samples import WINDOWS, bits, bits_equal, make, make_tokens
+from samples import WINDOWS, bits, bits_equal, make, make_tokens, unsynced
 
 GDN = LinearAttention(2, 1, 2, 16, 32, "gdn")
 KDA = dataclasses.replace(GDN, variant="kda", H=2)
@@ -98,12 +98,8 @@ def test_a_recycled_slot_serves_its_new_request_like_a_fresh_one(device, model):
 def test_a_captured_reset_zeroes_the_slots_of_its_replay_and_never_waits():
     pools, slots = pools_of(device="cuda"), torch.tensor([0, -1], device="cuda")
     pools.reset(slots)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with unsynced():
         pools.reset(slots)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         pools.reset(slots)

@@ -33,10 +33,8 @@ class Layers:
         self.problem = problem
         N, device = problem.B * problem.model.D, problem.slots.device
         half = {"device": device, "dtype": torch.bfloat16}
-        self.hidden, self.weight = (
-            torch.randn(N, 2048, **half),
-            torch.randn(2048, 12288, **half),
-        )
+        self.hidden = torch.randn(N, 2048, **half)
+        self.weight = torch.randn(2048, 12288, **half)
         self.conv = torch.randn(N, 8192, **half)
         self.product, self.sum = torch.empty(N, 12288, **half), torch.empty_like(self.conv)
 

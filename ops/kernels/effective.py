@@ -76,9 +76,9 @@ def effective(
     state_s, kw_s, vw_s, gw_s, bw_s, si_s, cu_s, wi_s,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     KDA: gl.constexpr, SAFE: gl.constexpr, L2NORM: gl.constexpr,
-    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr, ONE: gl.constexpr,
+    BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """recur's arguments; cu_seqlens is None, D <= TB, 32 divides K and BV divides V."""
+    """recur's arguments but its last two; cu_seqlens is None, D <= TB, 32 divides K and BV divides V."""
     # One row of 32 numbers to 8 or to 16 lanes: all lanes have one.
     P: gl.constexpr = gl.BlockedLayout([1, TB // 4], [TB // 4, 128 // TB], [NW, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, P)
