@@ -181,7 +181,8 @@ def recur(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
         kernel, block = lowering.effective, _MAX_BLOCK if length <= _MAX_BLOCK else 16
         BV, warps = lowering.effective_tile(HV, K, V, batch, block)
     else:
-        BV, warps = lowering.recur_tile(HV, K, V, batch, kda, ragged)
+        safe = lower_bound is not None
+        BV, warps = lowering.recur_tile(HV, K, V, batch, kda, ragged, safe)
     tuned = {}
     if kernel is lowering.recur and hasattr(lowering, "streams"):
         tuned["ONE"] = not ragged and length <= block
@@ -220,7 +221,8 @@ def fold(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
     HV, V, K = state.shape[-3:]
     H, capacity = k_window.shape[-3:-1]
     batch = slots.shape[0]
-    BV, warps = lowering.fold_tile(HV, K, V, batch)
+    kda = g_window.dim() - layered == 4
+    BV, warps = lowering.fold_tile(HV, K, V, batch, kda)
     strides = [
         step
         for pool in pools
@@ -235,7 +237,7 @@ def fold(lowering: Any, tensors: Tensors, rest: tuple) -> Plan:
             stride(track_indices), stride(track_steps),
         ),
         {
-            "H": H, "HV": HV, "K": K, "V": V, "KDA": g_window.dim() - layered == 4,
+            "H": H, "HV": HV, "K": K, "V": V, "KDA": kda,
             "L2NORM": use_qk_l2norm, "BV": BV, "TB": _block(capacity), "NW": warps,
         },
         warps,

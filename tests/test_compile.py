@@ -290,7 +290,7 @@ def test_batch_sizes_and_index_strides_compile_a_kernel_per_tile(variant):
         for decode in (False, True)
         for B in batches
     }
-    fold = {chosen.fold_tile(HV, K, V, B) for B in batches}
+    fold = {chosen.fold_tile(HV, K, V, B, kda) for B in batches}
     got = tuple(now - then for now, then in zip(compiled(), before, strict=True))
     assert got == (len(recur), len(fold))
 

@@ -74,8 +74,9 @@ COMMIT = (
 )  # fmt: skip
 
 
-def build(lowering: str, op: str, target: str, **shape):
+def build(lowering: str, op: str, target: str, safe: bool = False, **shape):
     args, kwargs = arguments(op, **shape)
+    kwargs |= {"lower_bound": -5.0} if safe else {}
     name = {"ragged": "verify", "inexact": "verify", "track": "fold"}.get(op, op.split()[0])
     return compiled(*plan_of(KERNELS[lowering], name, *args, **kwargs), target)
 
@@ -118,9 +119,16 @@ def test_no_configuration_spills_registers(op, kda, target, batch):
     assert used.spilled_bytes == 0, used
 
 
+@pytest.mark.parametrize("op", ["gate", "verify", "inexact", "ragged", "decode"])
+def test_the_safe_gate_spills_no_registers(op):
+    for B in (1, 6, 8):
+        used = usage(build("gluon", op, "90", safe=True, kda=True, B=B))
+        assert used.spilled_bytes == 0, (B, used)
+
+
 @pytest.mark.parametrize("K, V", [(32, 64), (64, 64), (96, 96), (192, 128), (256, 256)])
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
-@pytest.mark.parametrize("op", ["verify", "inexact", "fold"])
+@pytest.mark.parametrize("op", ["verify", "inexact", "decode", "fold"])
 def test_no_head_dim_spills_registers_on_sm_90(op, kda, K, V):
     for B in (1, 64):
         used = usage(build("gluon", op, "90", kda=kda, K=K, V=V, H=8, HV=8, B=B))

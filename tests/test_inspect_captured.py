@@ -86,7 +86,7 @@ def verify_and_fold():
 def test_verify_and_fold_are_one_kernel_each_and_allocate_nothing():
     kernels = select.kernels(torch.cuda.current_device())
     BV, warps = kernels.recur_tile(2, 32, 64, 3, False)
-    fold_BV, fold_warps = kernels.fold_tile(2, 32, 64, 3)
+    fold_BV, fold_warps = kernels.fold_tile(2, 32, 64, 3, False)
     assert nodes(verify_and_fold()) == [
         Node("kernel", "recur", (64 // BV * 2 * 3, 1, 1), (32 * warps, 1, 1)),
         Node("kernel", "fold", (64 // fold_BV * 2 * 3, 1, 1), (32 * fold_warps, 1, 1)),

@@ -66,13 +66,29 @@ def test_every_tile_gives_the_same_bits(variant, tile, batch, accept):
     bits_equal(other.state, p.state, "state")
 
 
+@pytest.mark.parametrize("tile", [(32, 2), (16, 4), (32, 4)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_tile_of_wide_heads_gives_the_same_bits(variant, tile):
+    p = make("cuda", variant, D=6, H=2, HV=2, K=256, V=256)
+    first, other = p.copy(), p.copy()
+    bits_equal(
+        verify(kernels("gluon", tile), other),
+        verify(kernels("gluon", (16, 2)), first),
+        "outputs",
+    )
+    for one, last in ((first, (16, 2)), (other, tile)):
+        fold(kernels("gluon", last), one, [6, 3, 1])
+    bits_equal(other.state, first.state, "state")
+
+
 @pytest.mark.parametrize(
-    ("variant", "H", "HV", "B"), [("gdn", 16, 48, 64), ("kda", 12, 12, 16)]
+    ("variant", "H", "HV", "B", "tile"),
+    [("gdn", 16, 48, 64, (32, 2)), ("kda", 12, 12, 16, (64, 2))],
 )
-def test_a_large_ragged_batch_equals_decoding_it(variant, H, HV, B):
-    """So many heads that the tables choose wide tiles for ragged batches."""
+def test_a_large_ragged_batch_equals_decoding_it(variant, H, HV, B, tile):
+    """So many heads that the tables choose their widest tiles for ragged batches."""
     tables = select.load("gluon")
-    assert tables.recur_tile(HV, 128, 128, B, variant == "kda", ragged=True) == (64, 2)
+    assert tables.recur_tile(HV, 128, 128, B, variant == "kda", ragged=True) == tile
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 9, (B,), generator=draw).tolist()
     p = make("cuda", variant, lengths=lengths, tail=3, H=H, HV=HV, K=128, V=128)

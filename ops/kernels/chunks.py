@@ -1,4 +1,4 @@
-"""Rows of K numbers as tuples of chunks of 32, for the Gluon kernels.
+"""Rows of K numbers as tuples of chunks of 32, or of 8, for the Gluon kernels.
 
 In registers, in shared memory, and between them and global memory.
 """
@@ -39,6 +39,32 @@ def get_chunks(rows, t, layout: gl.constexpr):
     out = ()
     for c in gl.static_range(len(rows)):
         out = out + (rows[c].index(t).load(layout),)
+    return out
+
+
+@gluon.jit
+def _lanes(tile, NL: gl.constexpr):
+    """A chunk [BV, 32] as four [BV, 8]: a lane's four neighbours in four chunks."""
+    even, odd = gl.split(gl.reshape(tile, [tile.shape[0], 16, 2]))
+    x0, x2 = gl.split(gl.reshape(even, [tile.shape[0], 8, 2]))
+    x1, x3 = gl.split(gl.reshape(odd, [tile.shape[0], 8, 2]))
+    out = ()
+    for x in gl.static_range(4):
+        out = out + (gl.convert_layout((x0, x1, x2, x3)[x], NL, assert_trivial=True),)
+    return out
+
+
+@gluon.jit
+def get_lanes(rows, t, BV: gl.constexpr, L: gl.constexpr, NL: gl.constexpr):
+    """Row t, in chunks as the state's and for each of its BV rows; one number as it is."""
+    out = ()
+    for c in gl.static_range(len(rows)):
+        if rows[c].shape[2] == 1:
+            out = out + (rows[c].index(t).load(NL),)
+        else:
+            like = gl.full([BV, 32], 0.0, gl.float32, layout=L)
+            row, like = gl.broadcast(rows[c].index(t).load(L), like)
+            out = out + _lanes(row, NL)
     return out
 
 
@@ -118,18 +144,40 @@ def store_window(
 
 
 @gluon.jit
-def load_state(p_row, o_k, mask_row, K: gl.constexpr, STREAM: gl.constexpr):
+def load_state(
+    p_row, o_k, mask_row, NL: gl.constexpr, K: gl.constexpr, STREAM: gl.constexpr
+):
+    """Rows of the state, fp32, in chunks of 8."""
     raw = load_chunks(p_row, o_k, mask_row, K, STREAM)
     out = ()
     for c in gl.static_range(len(raw)):
-        out = out + (raw[c].to(gl.float32),)
+        out = out + _lanes(raw[c].to(gl.float32), NL)
     return out
+
+
+@gluon.jit
+def store_state(p_row, o_k, mask_row, h, L: gl.constexpr, K: gl.constexpr):
+    """The inverse."""
+    tiles = ()
+    for c in gl.static_range(len(h) // 4):
+        even = gl.join(h[4 * c], h[4 * c + 2])
+        odd = gl.join(h[4 * c + 1], h[4 * c + 3])
+        tile = gl.reshape(gl.join(even, odd), [h[0].shape[0], 32])
+        tiles = tiles + (gl.convert_layout(tile, L, assert_trivial=True),)
+    store_chunks(p_row, o_k, mask_row, tiles, K)
 
 
 @gluon.constexpr_function
 def state_layout(BV, NW):
     rows = max(BV // (4 * NW), 1)  # a thread's rows are neighbours: wide v and o
     return gl.BlockedLayout([rows, 4], [4, 8], [NW, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def lane_layout(BV, NW):
+    """The same rows, each number on a lane of its own."""
+    rows = max(BV // (4 * NW), 1)
+    return gl.BlockedLayout([rows, 1], [4, 8], [NW, 1], [1, 0])
 
 
 @gluon.constexpr_function

@@ -2,8 +2,9 @@
 
 A program owns BV value rows of one head of one request and walks its tokens. The
 state lives in registers with K on 8 lanes of a warp (three shuffles end a dot
-product) and rows on the rest; the layout decides the order of every sum, so any
-(BV, warps) gives the same bits. Up to TB tokens at a time are staged in shared
+product) and rows on the rest, in chunks of one number a lane, which costs nothing: a
+lane's four neighbours are only named apart. The layout decides the order of every sum,
+so any (BV, warps) gives the same bits. Up to TB tokens at a time are staged in shared
 memory: keys and queries normalised, gates computed, once per program and not once
 per thread, and the windows are written on the way.
 """
@@ -14,14 +15,15 @@ from triton.experimental.gluon import language as gl
 from .chunks import (
     barrier,
     chunk_buffers,
-    get_chunks,
+    get_lanes,
+    lane_layout,
     load_chunks,
     load_state,
     put,
     put_chunks,
     row_buffer,
     state_layout,
-    store_chunks,
+    store_state,
     store_window,
     token_layout,
     value_layout,
@@ -67,6 +69,28 @@ def _load_tokens(
     return b_k, b_q, b_v, b_a, b_b, b_dt
 
 
+@gluon.jit
+def _step(
+    h, t, s_k, s_decay, s_v, s_beta,
+    BV: gl.constexpr, L: gl.constexpr, NL: gl.constexpr,
+):  # fmt: skip
+    """The state after staged token t."""
+    return advance(
+        h, get_lanes(s_k, t, BV, L, NL), get_lanes(s_decay, t, BV, L, NL),
+        s_v.index(t).load(gl.SliceLayout(1, NL)), s_beta.index(t).load(gl.SliceLayout(1, NL)),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _output(
+    h, t, s_q, dtype: gl.constexpr,
+    BV: gl.constexpr, L: gl.constexpr, NL: gl.constexpr,
+):  # fmt: skip
+    """What staged token t reads from the state after it."""
+    b_o = dot_rows(h, get_lanes(s_q, t, BV, L, NL)).to(dtype)
+    return gl.convert_layout(b_o, gl.SliceLayout(1, L), assert_trivial=True)
+
+
 @gluon.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "cu_s", "wi_s"])
 def recur(
     q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window, beta_window,
@@ -86,6 +110,7 @@ def recur(
     L: gl.constexpr = state_layout(BV, NW)
     P: gl.constexpr = token_layout(NW)
     PV: gl.constexpr = value_layout(BV, NW)
+    NL: gl.constexpr = lane_layout(BV, NW)
     LV: gl.constexpr = gl.SliceLayout(1, L)
     NV: gl.constexpr = (V + BV - 1) // BV
     KC: gl.constexpr = (K + 31) // 32
@@ -129,7 +154,7 @@ def recur(
         zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
         return
     p_state = state + slot * state_s + (i_hv * V + o_v) * K
-    h = load_state(p_state, o_k, mask_v, K, STREAM)
+    h = load_state(p_state, o_k, mask_v, NL, K, STREAM)
 
     s_k = chunk_buffers(KC, TB, 32)
     s_q = chunk_buffers(KC, TB, 32)
@@ -138,6 +163,9 @@ def recur(
     s_beta = row_buffer(TB, 1)
     rate = decay_rate(b_A)
     stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
+    # A token's output beside the next one's step: their sums hide each other's way. Twice
+    # the code, for two blocks, of 128 numbers a thread would spill.
+    ROTATE: gl.constexpr = ONE or BV * K <= 64 * 32 * NW
 
     # The first TB tokens by themselves, then any others in a loop.
     for later in gl.static_range(1 if ONE else 2):
@@ -167,16 +195,25 @@ def recur(
             put(s_v, b_v.to(gl.float32))
             put(s_beta, beta[:, None])
             barrier()  # here, or triton puts one before the first read: inside the loop
-            for t in range(gl.minimum(n - t0, TB)):
-                h = advance(
-                    h, get_chunks(s_k, t, L), get_chunks(s_decay, t, L),
-                    s_v.index(t).load(LV), s_beta.index(t).load(LV),
-                )  # fmt: skip
-                b_o = dot_rows(h, get_chunks(s_q, t, L))
-                p_o = o + ((start + t0 + t).to(gl.int64) * HV + i_hv) * V + o_v
-                gl.store(p_o, b_o.to(o.dtype.element_ty), mask=mask_v)
+            m = gl.minimum(n - t0, TB)
+            p_o = o + ((start + t0).to(gl.int64) * HV + i_hv) * V + o_v
+            if not ROTATE:
+                for t in range(m):
+                    h = _step(h, t, s_k, s_decay, s_v, s_beta, BV, L, NL)
+                    b_o = _output(h, t, s_q, o.dtype.element_ty, BV, L, NL)
+                    gl.store(p_o, b_o, mask=mask_v)
+                    p_o += HV * V
+            elif m > 0:
+                h = _step(h, 0, s_k, s_decay, s_v, s_beta, BV, L, NL)
+                for t in range(1, m):
+                    b_o = _output(h, t - 1, s_q, o.dtype.element_ty, BV, L, NL)
+                    h = _step(h, t, s_k, s_decay, s_v, s_beta, BV, L, NL)
+                    gl.store(p_o, b_o, mask=mask_v)
+                    p_o += HV * V
+                b_o = _output(h, m - 1, s_q, o.dtype.element_ty, BV, L, NL)
+                gl.store(p_o, b_o, mask=mask_v)
     if k_window is None:
-        store_chunks(p_state, o_k, mask_v, h, K)
+        store_state(p_state, o_k, mask_v, h, L, K)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "R", "T", "si_s", "ac_s", "wi_s", "ti_s", "ts_s"])
@@ -193,6 +230,7 @@ def fold(
     L: gl.constexpr = state_layout(BV, NW)
     P: gl.constexpr = token_layout(NW)
     PV: gl.constexpr = value_layout(BV, NW)
+    NL: gl.constexpr = lane_layout(BV, NW)
     LV: gl.constexpr = gl.SliceLayout(1, L)
     NV: gl.constexpr = (V + BV - 1) // BV
     KC: gl.constexpr = (K + 31) // 32
@@ -213,7 +251,7 @@ def fold(
     mask_v = o_v < V
     o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     p_layer = state + i_l * state_l + (i_hv * V + o_v) * K
-    h = load_state(p_layer + slot * state_s, o_k, mask_v, K, False)
+    h = load_state(p_layer + slot * state_s, o_k, mask_v, NL, K, False)
     if track_indices is not None:
         track = gl.load(track_indices + i_b * ti_s).to(gl.int64)
         track_t = gl.load(track_steps + i_b * ts_s).to(gl.int64)
@@ -253,14 +291,11 @@ def fold(
         put(s_beta, beta[:, None])
         barrier()  # here, or triton puts one before the first read: inside the loop
         for t in range(gl.minimum(n - t0, TB)):
-            h = advance(
-                h, get_chunks(s_k, t, L), get_chunks(s_decay, t, L),
-                s_v.index(t).load(LV), s_beta.index(t).load(LV),
-            )  # fmt: skip
+            h = _step(h, t, s_k, s_decay, s_v, s_beta, BV, L, NL)
             if track_indices is not None:
                 if t0 + t == track_t:
-                    store_chunks(p_layer + track * state_s, o_k, mask_v, h, K)
-    store_chunks(p_layer + slot * state_s, o_k, mask_v, h, K)
+                    store_state(p_layer + track * state_s, o_k, mask_v, h, L, K)
+    store_state(p_layer + slot * state_s, o_k, mask_v, h, L, K)
 
 
 @gluon.jit(do_not_specialize=["elements"])

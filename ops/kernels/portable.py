@@ -227,13 +227,13 @@ def gate(
 
 
 def recur_tile(
-    HV: int, K: int, V: int, batch: int, kda: bool, ragged: bool = False
+    HV: int, K: int, V: int, batch: int, kda: bool, ragged: bool = False, safe: bool = False
 ) -> tuple[int, int]:
     """(BV, warps) of verify and decode: one tile for all three kernels, since the
     compiler's layout, and with it the order of sums, depends on it."""
     return 32, 2 if K <= 128 else 8
 
 
-def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
+def fold_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int]:
     """(BV, warps) of fold."""
-    return recur_tile(HV, K, V, batch, False)
+    return recur_tile(HV, K, V, batch, kda)

@@ -7,9 +7,10 @@ compile with contraction off, so nothing else is. exp, log1p, sqrt and division 
 fp32 arithmetic only, no approximate instruction: a systematic error of an
 approximate exp would add up over the hundreds of tokens a slow decay remembers.
 
-A row of K numbers is a tuple of chunks of 32: one dot product is then a chain of
-fma across chunks and one short reduction, 8 lanes wide, where a reduction over the
-whole row would spend an addition on every element.
+A row of K numbers is a tuple of chunks, of 32 numbers or of 8: one dot product is then
+a chain of fma across chunks and one short reduction, 8 lanes wide, where a reduction
+over the whole row would spend an addition on every element. With 8 numbers to a chunk,
+one a lane, the reduction is three shuffles and no more.
 """
 
 import triton

@@ -5,59 +5,68 @@ Tiles change no bits, and nothing is tried out at run time.
 
 
 def recur_tile(
-    HV: int, K: int, V: int, batch: int, kda: bool, ragged: bool = False
+    HV: int, K: int, V: int, batch: int, kda: bool, ragged: bool = False, safe: bool = False
 ) -> tuple[int, int]:
     """(BV, warps) of verify and decode, by heads in flight.
 
-    H200, CUDA graph, cold L2, us, D = 8; GDN: 30 layers of 16/32 heads, KDA: 20 layers
-    of 32/32; verify (decode):
+    H200, CUDA graph, cold L2, us, verify with D = 8; GDN: 30 layers of 16/32 heads, but
+    48 of 16/48 for 192 and 384; KDA: 20 layers of 32/32; safe: 69 of 12/12:
 
-    heads     32         256        1024         4096
+    heads     32    64    128   192   256   384   1024  4096
     GDN
-    (16, 2)   163 (102)  488 (346)  1504         5607
-    (32, 2)   183 (113)  440 (323)  1254 (1115)  4459 (4220)
-    (64, 2)   239 (125)  440 (334)  1388 (1170)  4596 (4320)
-    (64, 4)   184 (117)  447 (355)  1275 (1142)  4539 (4281)
+    (16, 2)   141   178   246   559   419   905   1283  4776
+    (32, 2)   156   176   246   512   390   869   1099  3866
+    (64, 2)         230   264   591   407   1035  1255  4141
+    (64, 4)         179   247   511   386   916   1107  3963
+    (32, 4)   140   174   242   577   416   925   1287  4803
     KDA
-    (16, 2)   136 (103)  513 (375)  1623         6086
-    (32, 2)   145 (108)  396 (317)  1291 (966)   4671 (3323)
-    (64, 2)   200 (131)  334 (266)  1060 (866)   3614 (2945)
-    (64, 4)   150 (113)  400 (325)  1308 (1011)  4760 (3518)
+    (16, 2)   120         284   325   444   599   1429  5354
+    (32, 2)   140         176   311   320   468   1163  4327
+    (64, 2)               189   254   288   475   919   3208
+    (64, 4)               176   312   322   470   1177  4377
+    (32, 4)   119         285   324   445   605   1446  5414
 
-    KDA, 69 layers of 12/12, 12, 96 and 384 heads: (16, 2): 405 (267), 819 (543), 2082;
-    (32, 2): 446 (286), 690 (470), 1673 (1302); (64, 2): 605 (367), 691 (517), 1832
-    (1343). Four programs of (64, 2) fit on a multiprocessor: 264 heads are one round of
-    them, 384 one and a half.
+    heads     12    96    192   384
+    safe
+    (16, 2)   354   610   1048  1807
+    (32, 2)   434   562   798   1402
+    (64, 2)         627   875   1630
+    (64, 4)         569   767   1389
 
-    Ragged, where later blocks of tokens may follow, full rows (half of the tokens, as
-    compact has them); GDN at 192, 384, 576, 768 and 1536 heads: 48 layers of 16/48; KDA at
-    12, 96 and 384: 69 layers of 12/12:
+    decode, at 32, 256, 1024 and 4096 heads: GDN (16, 2) 102, 346; (32, 2) 113, 323,
+    1115, 4220; (64, 2) 125, 334, 1170, 4320; (64, 4) 117, 355, 1142, 4281. KDA (16, 2)
+    103, 375; (32, 2) 108, 317, 966, 3323; (64, 2) 131, 266, 866, 2945; (64, 4) 113, 325,
+    1011, 3518. Safe at 12, 96 and 384: (16, 2) 267, 543; (32, 2) 286, 470, 1302; (64, 2)
+    367, 517, 1343.
 
-    heads     32         128        192        256        384         576    1024   4096
+    Ragged, where later blocks of tokens may follow, full rows; KDA at 12, 96 and 384 heads
+    is safe. GDN's (64, 2) spills with triton 3.9:
+
+    heads     32    128   192   256   384   576   1024  4096
     GDN
-    (16, 2)   166 (123)  250 (209)  628 (479)  418 (327)  1012 (765)  1454   1515   5713
-    (32, 2)   168 (122)  311 (242)  513 (433)  500 (352)  907 (693)   1268   1316   4668
-    (64, 2)   219 (152)  316 (226)  628 (507)  415 (349)  1080 (757)  1441   1380   4635
-    heads     12         32         96         256        384          1024   4096
+    (16, 2)   161   249   584   419   924   1306  1354  5058
+    (32, 2)   162   254   520   471   891   1228  1219  4266
+    (64, 2)   226   271   590   408   1046  1359  1264  4234
+    heads     12    32    96    256   384   1024
     KDA
-    (16, 2)   366 (289)  154 (119)  623 (535)  456 (360)  2158 (1694)  2050   7806
-    (32, 2)   408 (309)  139 (107)  589 (493)  347 (286)  1672 (1294)  1252   4610
-    (64, 2)   583 (433)  181 (137)  623 (533)  292 (246)  1683 (1204)  975    3468
+    (16, 2)   377   142   618   452   1983  1464
+    (32, 2)   470   150   619   325   1598  1180
+    (64, 2)   623   191   646   298   1654  960
 
-    K = 64, 30 layers of 64/128 heads, at 512, 1024 and 16384 heads: (32, 2) 295 (211), 501
-    (335), 5788 (4305); (64, 2) 287 (215), 463 (328), 4956 (4397).
+    30 layers, K = 64 at 128, 1024 and 4096 heads: (16, 2) 151, 496, 1643; (32, 2) 142, 433,
+    1315; (64, 2) 173, 427, 1233. K = 256 at 8, 64 and 256: (16, 2) 163, 443, 1225; (16, 4)
+    153, 587, 1876; (32, 2) 206, 381, 1152, but triton 3.8 spills it.
     """
     heads = batch * HV
     if kda and K > 224:  # (16, 2) spills with triton 3.6
         tile = (16, 4)
     elif kda and ragged:
-        tile = (16 if heads < 24 else 32 if heads < 192 else 64, 2)
-    elif kda:
-        wide = 192 <= heads < 320 or heads >= 512
+        tile = (16 if heads < 64 else 32 if heads < 192 else 64, 2)
+    elif kda:  # 198 heads are one round of (32, 2), 264 of (64, 2)
+        wide = (198 if safe else 191) < heads < 320 or heads >= 512
         tile = (16 if heads < 64 else 64 if wide else 32, 2)
-    elif ragged:  # 198 heads are one round of (32, 2), 264 of (64, 2)
-        small = heads < 160 or 198 < heads <= 264
-        tile = (16 if small else 64 if heads >= 2048 else 32, 2)
+    elif ragged:
+        tile = (16 if heads < 160 or 198 < heads <= 264 else 32, 2)
     elif K <= 64 and heads >= 512:
         tile = (64, 2)
     else:
@@ -87,15 +96,17 @@ def effective_tile(HV: int, K: int, V: int, batch: int, tokens: int) -> tuple[in
     return BV, 2 if K <= 64 and heads >= 512 else 4
 
 
-def fold_tile(HV: int, K: int, V: int, batch: int) -> tuple[int, int]:
+def fold_tile(HV: int, K: int, V: int, batch: int, kda: bool) -> tuple[int, int]:
     """(BV, warps) of fold.
 
-    H200, shapes as above, 8 rows, us at B = 1 / 8 / 32 / 128: (32, 2): 47 / 275 / 1042
-    / 4178, KDA 37 / 199 / 729 / 2905; (16, 2): 44 / 270 / 1046 / 4171, KDA 41 / 260 /
-    1001 / 3984; (64, 2): 54 / 315 / 1186 / 4763. Reading and writing the state once
-    takes 957 / 3821 at B = 32 / 128; four rows take 1033 / 4140.
+    H200, shapes as above, 4 rows, us at B = 1 / 8 / 128: (32, 2): 39.7 / 260 / 4113, KDA
+    30.9 / 179 / 2785; (16, 2): 38.1 / 260 / 4122, KDA 33.6 / 207 / 3139; (64, 4): 39.4 /
+    261 / 4127, KDA 31.6 / 181 / 2786; (64, 2): 44 / 265 / 4145, KDA 34 / 183 / 2807. GDN's
+    other heads at B = 1, (32, 2) and (16, 2): 8 of 256: 43.2, 39.3; 16: 31.0, 30.0; 48:
+    83.3, 82.8; 128 of 64: 39.1, 42.8.
     """
-    return _fit(K, V, 32, 2, 128)
+    BV = 16 if batch * HV < 64 and not kda else 32
+    return _fit(K, V, BV, 2, 128)
 
 
 def streams(heads: int, kda: bool, decode: bool) -> bool:
