@@ -1,6 +1,8 @@
 """CUDA graphs of a commit or of a whole step, one per bucket."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +87,7 @@ class Captured:
             stream = torch.cuda.Stream()
             for choice in sorted(self.batches, reverse=True):
                 graph = torch.cuda.CUDAGraph(keep_graph=True)
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                with _uncollected(), torch.cuda.graph(graph, pool=pool, stream=stream):
                     self.results[choice] = self.function(self.batches[choice])
                 graph.instantiate()
                 self.graphs[choice] = graph
@@ -110,6 +112,18 @@ class Captured:
             raise RuntimeError(f"capture() {choice} before replaying it")
         self.graphs[choice].replay()
         return self.results[choice]
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: a graph among the garbage would end a capture by its own."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def window_holds(commit: Commit, choices: Sequence[Bucket], draft: int, owner: str) -> None:
@@ -159,10 +173,12 @@ class CapturedCommit(Captured):
         # -1 is no token: rows that the live batch does not fill match nothing.
         most = max((c.tokens for c in choices), default=0)
         self._no_tokens = torch.full((most,), -1, device=device, dtype=torch.int64)
-        self.target_tokens = {c: self._no_tokens[: c.tokens].clone() for c in choices}
+        target_tokens = {c: self._no_tokens[: c.tokens].clone() for c in choices}
+        self.target_tokens = target_tokens
 
+        # Without self, as a cycle would leave graphs to the garbage collector.
         def function(batch: StaticBatch) -> Committed:
-            cu_seqlens, targets = batch.cu_seqlens(), self.target_tokens[batch.bucket]
+            cu_seqlens, targets = batch.cu_seqlens(), target_tokens[batch.bucket]
             drafts = batch.draft_tokens
             if cu_seqlens is None:
                 targets = targets.view(drafts.shape)

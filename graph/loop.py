@@ -31,6 +31,72 @@ class Outputs(NamedTuple):
     steps: Tensor
 
 
+class _Step:
+    """One step of a loop: verify, commit, stop or go on, draft.
+
+    Apart from the loop, which holds it and the graphs: a cycle of them would leave graphs
+    to the garbage collector, and one collected inside another capture ends that.
+    """
+
+    def __init__(
+        self,
+        commit: Commit,
+        verify: Verify,
+        propose: Draft,
+        outputs: dict[Bucket, Outputs],
+        draft: int,
+        end_token: int | None,
+    ) -> None:
+        self.commit, self.verify, self.propose = commit, verify, propose
+        self.outputs, self.draft, self.end_token = outputs, draft, end_token
+
+    def run(self, batch: StaticBatch) -> Committed:
+        out = self.outputs[batch.bucket]
+        cu_seqlens = batch.cu_seqlens()
+        drafts = batch.draft_tokens
+        targets = self.verify(batch, cu_seqlens)
+        decided = self.commit(
+            batch.req_indices, batch.seq_lens, drafts, targets, batch.verify_lens,
+            cu_seqlens,
+        )  # fmt: skip
+        count = self._emit(out, drafts, decided)
+        out.done.logical_or_(out.lens >= out.limits)
+        live = ~out.done
+        width = decided.accept_lens.long()[:, None]
+        out.steps.scatter_add_(1, width, (count > 0).long()[:, None])
+        # The row of the next step, in place: its padding is what ends a request.
+        batch.seq_lens.copy_(decided.seq_lens)
+        batch.req_indices.copy_(torch.where(live, batch.req_indices, -1))
+        # A live row that took no part this time keeps its anchor.
+        anchor = torch.where(decided.accept_lens > 0, decided.bonus, drafts[:, 0])
+        drafts[:, 0].copy_(torch.where(live, anchor, 0))
+        tokens, verify_lens = self.propose(batch, decided)
+        drafts[:, 1:].copy_(tokens)
+        lens = self.draft if verify_lens is None else verify_lens
+        batch.verify_lens.copy_(torch.where(live, lens, 0))
+        return decided
+
+    def _emit(self, out: Outputs, drafts: Tensor, decided: Committed) -> Tensor:
+        """Append the accepted drafts and the bonus, up to an end token or the limit."""
+        accept = decided.accept_lens.long()
+        column = torch.arange(self.draft, device=drafts.device)
+        following = torch.cat([drafts[:, 1:], drafts[:, :1]], dim=1)
+        last = (accept - 1)[:, None]
+        emitted = torch.where(column < last, following, decided.bonus[:, None])
+        count = accept
+        if self.end_token is not None:
+            ends = (emitted == self.end_token) & (column <= last)
+            first = torch.where(ends, column, self.draft).amin(1)
+            count = torch.minimum(count, first + 1)
+            out.done.logical_or_(first < accept)
+        count = torch.minimum(count, out.limits - out.lens).clamp(min=0)
+        place = out.lens[:, None] + column
+        place = torch.where(column < count[:, None], place, out.tokens.shape[1] - 1)
+        out.tokens.scatter_(1, place, emitted)
+        out.lens.add_(count)
+        return count
+
+
 class DecodeLoop(Captured):
     """Speculative greedy decoding: verify, commit, stop or go on, draft; N times.
 
@@ -72,12 +138,8 @@ class DecodeLoop(Captured):
         window_holds(commit, choices, draft, "DecodeLoop")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        self.commit, self.verify, self.propose = commit, verify, propose
-        self.end_token, self.max_tokens = end_token, max_tokens
+        self.commit, self.max_tokens = commit, max_tokens
         device = commit.slot_map.device
-        super().__init__(
-            self._step, choices, draft=draft, device=device, mode=mode, graphs=graphs
-        )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
@@ -87,8 +149,12 @@ class DecodeLoop(Captured):
                 zeros(c.batch, max_tokens + 1), zeros(c.batch), zeros(c.batch),
                 zeros(c.batch, dtype=torch.bool), zeros(c.batch, draft + 1),
             )
-            for c in self.batches
+            for c in choices
         }  # fmt: skip
+        self.step = _Step(commit, verify, propose, self.outputs, draft, end_token)
+        super().__init__(
+            self.step.run, choices, draft=draft, device=device, mode=mode, graphs=graphs
+        )
         self._current: tuple[Bucket, int] | None = None
 
     def start(self, rows: Tensor, limits: Tensor, budget: int | None = None) -> Bucket:
@@ -141,49 +207,3 @@ class DecodeLoop(Captured):
         if self._current is None:
             raise RuntimeError("start() a batch before running or reading it")
         return self._current
-
-    def _step(self, batch: StaticBatch) -> Committed:
-        out = self.outputs[batch.bucket]
-        cu_seqlens = batch.cu_seqlens()
-        drafts = batch.draft_tokens
-        targets = self.verify(batch, cu_seqlens)
-        decided = self.commit(
-            batch.req_indices, batch.seq_lens, drafts, targets, batch.verify_lens,
-            cu_seqlens,
-        )  # fmt: skip
-        count = self._emit(out, drafts, decided)
-        out.done.logical_or_(out.lens >= out.limits)
-        live = ~out.done
-        width = decided.accept_lens.long()[:, None]
-        out.steps.scatter_add_(1, width, (count > 0).long()[:, None])
-        # The row of the next step, in place: its padding is what ends a request.
-        batch.seq_lens.copy_(decided.seq_lens)
-        batch.req_indices.copy_(torch.where(live, batch.req_indices, -1))
-        # A live row that took no part this time keeps its anchor.
-        anchor = torch.where(decided.accept_lens > 0, decided.bonus, drafts[:, 0])
-        drafts[:, 0].copy_(torch.where(live, anchor, 0))
-        tokens, verify_lens = self.propose(batch, decided)
-        drafts[:, 1:].copy_(tokens)
-        lens = self.draft if verify_lens is None else verify_lens
-        batch.verify_lens.copy_(torch.where(live, lens, 0))
-        return decided
-
-    def _emit(self, out: Outputs, drafts: Tensor, decided: Committed) -> Tensor:
-        """Append the accepted drafts and the bonus, up to an end token or the limit."""
-        accept = decided.accept_lens.long()
-        column = torch.arange(self.draft, device=drafts.device)
-        following = torch.cat([drafts[:, 1:], drafts[:, :1]], dim=1)
-        last = (accept - 1)[:, None]
-        emitted = torch.where(column < last, following, decided.bonus[:, None])
-        count = accept
-        if self.end_token is not None:
-            ends = (emitted == self.end_token) & (column <= last)
-            first = torch.where(ends, column, self.draft).amin(1)
-            count = torch.minimum(count, first + 1)
-            out.done.logical_or_(first < accept)
-        count = torch.minimum(count, out.limits - out.lens).clamp(min=0)
-        place = out.lens[:, None] + column
-        place = torch.where(column < count[:, None], place, self.max_tokens)
-        out.tokens.scatter_(1, place, emitted)
-        out.lens.add_(count)
-        return count

@@ -1,5 +1,6 @@
 """A commit is one thing, however it runs and whatever stands in the padding."""
 
+import gc
 import itertools
 from typing import get_args
 
@@ -196,6 +197,32 @@ def test_capturing_cold_kernels_is_refused():
         graphs.capture()
     with pytest.raises(RuntimeError, match=r"capture\(\) .* before replaying"):
         graphs.replay(Bucket(2, 2 * D))
+
+
+@pytest.mark.gpu
+def test_a_graph_among_garbage_does_not_end_a_capture():
+    """The garbage collector would free it there, and CUDA refuse that and the capture."""
+    x = torch.zeros(1, device="cuda")
+    other = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(other):
+        x.add_(1)
+    owners = [other]
+    del other
+
+    def function(batch):
+        if torch.cuda.is_current_stream_capturing():
+            cycle = [owners.pop()]
+            cycle.append(cycle)
+            del cycle
+            young = [[] for _ in range(10**4)]
+            del young
+        return x + 1
+
+    graphs = Captured(function, [Bucket(1, D)], draft=D, device="cuda")
+    graphs.warmup()
+    graphs.capture()
+    assert gc.isenabled() and not owners
+    assert graphs.replay(Bucket(1, D)).item() == 1
 
 
 def test_graphs_are_refused_on_a_cpu():

@@ -103,7 +103,7 @@ def test_the_table_of_verify_and_fold_is_the_same_for_every_capture():
         """\
 kind    name   grid    block   bytes
 kernel  recur  24x1x1  64x1x1
-kernel  fold   12x1x1  64x1x1
+kernel  fold   24x1x1  64x1x1
 2 nodes: 2 kernel""",
     )
 

@@ -1,10 +1,13 @@
 """Queued decode steps say what one token at a time says."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from engine import D, Engine
-from replayssm.graph import DecodeLoop, buckets, live_rows
+from replayssm.graph import CapturedCommit, DecodeLoop, buckets, live_rows
 from samples import unsynced
 
 VOCAB, END = 50, 13
@@ -126,7 +129,7 @@ def test_a_row_that_was_not_verified_keeps_its_anchor():
         return tokens, torch.where(batch.seq_lens % 2 == 0, 0, lens)
 
     steps = 0
-    loop.propose = stalling
+    loop.step.propose = stalling
     start(loop, "cpu", [3, 0], [9, 9])
     while not loop.read().done.all() and steps < 60:
         loop.run(1)
@@ -172,3 +175,32 @@ def test_a_batch_larger_than_every_bucket_is_refused():
     loop = loop_of("cpu", "static", False)
     with pytest.raises(ValueError, match="no bucket holds 5 requests"):
         start(loop, "cpu", [0, 1, 2, 3, 4], [1] * 5)
+
+
+def commit_of(device, graphs):
+    choices = buckets([1, 2], D, "static")
+    engine = Engine(device, "gdn", 2)
+    captured = CapturedCommit(engine.commit, choices, draft=D, graphs=graphs)
+    captured.warmup()
+    captured.capture()
+    return captured
+
+
+@pytest.mark.parametrize("device, graphs", RUNS)
+@pytest.mark.parametrize(
+    "make",
+    [commit_of, lambda device, graphs: loop_of(device, "static", graphs)],
+    ids=["commit", "loop"],
+)
+def test_graphs_are_freed_with_their_owner_and_not_by_the_garbage_collector(
+    make, device, graphs
+):
+    """Which might come while another graph is being captured, and end that."""
+    gc.disable()
+    try:
+        captured = make(device, graphs)
+        left = weakref.ref(captured)
+        del captured
+        assert left() is None
+    finally:
+        gc.enable()
