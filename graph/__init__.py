@@ -1,7 +1,7 @@
 """Verify-commit of speculative drafts, built on :mod:`replayssm.ops`."""
 
 from .batch import Bucket, Mode, StaticBatch, buckets, live_rows, smallest
-from .budget import verify_lens
+from .budget import choose_verify_lens
 from .capture import Captured, CapturedCommit
 from .commit import Commit, Committed
 from .handoff import put_prefill
@@ -29,6 +29,7 @@ __all__ = [
     "Shard",
     "StaticBatch",
     "buckets",
+    "choose_verify_lens",
     "decide",
     "describe",
     "live_rows",
@@ -37,5 +38,4 @@ __all__ = [
     "put_prefill",
     "rejection_accept",
     "smallest",
-    "verify_lens",
 ]

@@ -16,7 +16,7 @@ _SCALE = 2.0**40
 _AHEAD = 256
 
 
-def verify_lens(
+def choose_verify_lens(
     confidences: Tensor,
     *,
     budget: int | Tensor | None = None,
@@ -110,7 +110,7 @@ def _check(
     live: Tensor | None,
     min_len: int,
 ) -> None:
-    check = checks.Check("verify_lens", confidences, "confidences")
+    check = checks.Check("choose_verify_lens", confidences, "confidences")
     floating = (*checks.ACTIVATION, torch.float64)
     check.tensor("confidences", confidences, "B D-1", floating)
     if isinstance(budget, Tensor):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.window_rule import fits
 from .batch import Bucket, Mode, StaticBatch, smallest
 from .commit import Commit, Committed
 
@@ -135,7 +136,7 @@ def window_holds(commit: Commit, choices: Sequence[Bucket], draft: int, owner: s
         ValueError: draft is longer than the window, or a bucket wider than the pools.
     """
     pools = commit.pools
-    if draft > pools.window:
+    if not fits(draft, pools.window):
         raise ValueError(
             f"{owner}: draft must be at most {pools.window}, the window of the pools, "
             f"got {draft}"

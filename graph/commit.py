@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops import accept, commit_indices, conv_commit, fold
+from ..ops.window_rule import fits
 from .pools import Pools
 
 
@@ -107,7 +108,7 @@ class Commit(torch.nn.Module):
 
         The state, the conv states and tracked slots are written.
         """
-        if draft_tokens.dim() == 2 and draft_tokens.shape[1] > self.pools.window:
+        if draft_tokens.dim() == 2 and not fits(draft_tokens.shape[1], self.pools.window):
             raise ValueError(
                 f"draft_tokens must be [B, D] with D <= {self.pools.window}, the window of "
                 f"the pools, got {list(draft_tokens.shape)}"

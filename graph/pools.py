@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import checks, scatter
+from ..ops.window_rule import Windows
 from .model import LinearAttention, positive
 from .routing import Route
 
@@ -158,9 +159,9 @@ class Pools(torch.nn.Module):
                 self.register_buffer(name, zeros, persistent=False)
 
     @property
-    def windows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def windows(self) -> Windows:
         """k_window, v_window, g_window, beta_window: ``fold``'s arguments after state."""
-        return self.k_window, self.v_window, self.g_window, self.beta_window
+        return Windows(self.k_window, self.v_window, self.g_window, self.beta_window)
 
     @property
     def conv_states(self) -> list[Tensor]:

@@ -5,16 +5,18 @@ from typing import Literal, NoReturn
 
 import torch
 
+from ..ops.window_rule import fits
+
 # What torch calls a ROCm device: "cuda", or "hip" in some builds' own names.
 _DEVICES = ("cuda", "hip", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """A backend's commit: "scatter" keeps snapshots, the others keep replay windows.
+    """How a backend commits: "scatter" from snapshots, the others by replaying windows.
 
-    window is the T that held the draft; None where nobody looked: a commit by scatter, or
-    a draft worker's.
+    window: the T that was checked against the draft. None for a commit by scatter and for a
+    draft worker, of which no window is asked.
     """
 
     commit: Literal["scatter", "gdn_fold", "kda_fold"]
@@ -29,7 +31,6 @@ def decide(
     window: int,
     draft: int,
     pool_kda: bool | None = None,
-    kda_decode_ring_only: bool = False,
     device: str | torch.device = "cuda",
     unified_memory: bool = False,
     topk: int = 1,
@@ -37,26 +38,25 @@ def decide(
 ) -> Route:
     """The commit of one backend. Pure: no device is touched, nothing is remembered.
 
-    ====================  ==========  =========================================
+    ====================  ==========  =========
     target                replay off  replay on
-    ====================  ==========  =========================================
+    ====================  ==========  =========
     "gdn"                 scatter     gdn_fold
-    "kda"                 scatter     kda_fold (only the decode ring: scatter)
+    "kda"                 scatter     kda_fold
     anything else         scatter     refused
-    ====================  ==========  =========================================
+    ====================  ==========  =========
 
-    Only a commit by folding is refused, and only for a target worker: whoever keeps
-    snapshots is not concerned, and a draft worker is routed by the table alone, anything
-    else than GDN and KDA by scatter. Chains of MTP and EAGLE (topk = 1) fold like the rest.
+    With replay on, what a fold cannot do is refused here, before any pool is allocated.
+    Nothing is refused with replay off. A draft worker's pool is never refused either: it
+    follows the table, and a backend that is neither GDN nor KDA gets scatter. Chains of
+    MTP and EAGLE drafts (topk = 1) are folded like all others.
 
     Args:
         target: the kind of the backend that really runs: "gdn", "kda", or another's name.
-        replay: whether commits are to replay the inputs of accepted tokens.
+        replay: whether speculative commits are to replay the inputs of accepted tokens.
         window: T, rows of a replay window.
         draft: D, rows of one verify, the anchor included.
         pool_kda: whether the pool is marked as KDA's; None: it carries no mark.
-        kda_decode_ring_only: replay is on for plain KDA decoding alone, not for
-            speculative folding. It says nothing about other targets.
         device: "cuda" (ROCm too) or "cpu" (the reference), with or without an index.
         unified_memory: the pool's slots are virtual, in one arena with the KV cache.
         topk: branches per draft step; 1 is a chain, more is a tree.
@@ -67,8 +67,6 @@ def decide(
     """
     if not replay:
         return Route("scatter", "replay is off")
-    if target == "kda" and kda_decode_ring_only:
-        return Route("scatter", "replay is on for KDA's decode ring only, not for folding")
     if target not in ("gdn", "kda"):
         if draft_worker:
             return Route("scatter", f"a draft worker's backend {target!r} has no fold")
@@ -125,7 +123,7 @@ def _check_fold(
             "the anchor is row 0 of every verify",
             "set draft to the drafts of a step plus 1",
         )
-    if window < draft:
+    if not fits(draft, window):
         _refuse(
             f"window must be at least draft = {draft}, got {window}",
             "rows past the window are verified but not stored, and could not be folded",

@@ -57,7 +57,7 @@ def rejection_accept(
             The drafts must be drawn from other random numbers than these.
         verify_lens: [B] int32 or int64, rows that were verified, anchor included;
             0 = a row that takes no part. None: all D. A row's length may not depend on
-            a draft that it includes or cuts off: see :func:`verify_lens`, ``causal``.
+            a draft that it includes or cuts off: see :func:`choose_verify_lens`, ``causal``.
 
     Returns:
         accept_lens [B] int32: 1 + the accepted drafts, so the anchor is counted and the

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from . import checks, reference_commit
-from .launch import Plan, stride
+from . import checks, debug, reference
+from .launch import Plan, ceil_div, stride
 from .registration import register
 
 
@@ -44,66 +44,60 @@ def accept(
     return _accept(draft_tokens, target_tokens, cu_seqlens, verify_lens=verify_lens)
 
 
-def _check_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=None):
-    check = checks.Check("accept", draft_tokens, "draft_tokens")
-    packed = cu_seqlens is not None
+def _check_accept(x):
+    check = checks.Check("accept", x.draft_tokens, "draft_tokens")
+    packed = x.cu_seqlens is not None
     dims, variant = ("N", " with cu_seqlens") if packed else ("B D", " without cu_seqlens")
-    rows = packed and draft_tokens.dim() == 2
+    rows = packed and x.draft_tokens.dim() == 2
     check.tensor(
-        "draft_tokens", draft_tokens, "B D" if rows else dims, checks.INDEX, variant=variant
-    )
-    check.tensor("target_tokens", target_tokens, dims, checks.INDEX, variant=variant)
+        "draft_tokens", x.draft_tokens, "B D" if rows else dims, checks.INDEX,
+        variant=variant,
+    )  # fmt: skip
+    check.tensor("target_tokens", x.target_tokens, dims, checks.INDEX, variant=variant)
     if packed:
-        check.index("cu_seqlens", cu_seqlens, "B+1")
+        check.index("cu_seqlens", x.cu_seqlens, "B+1")
         check.require(
-            cu_seqlens.shape[0] >= 1, lambda: "cu_seqlens must be [B + 1], got [0]"
+            x.cu_seqlens.shape[0] >= 1, lambda: "cu_seqlens must be [B + 1], got [0]"
         )
-        batch = cu_seqlens.shape[0] - 1
+        batch = x.cu_seqlens.shape[0] - 1
         if rows:
             check.require(
-                batch == draft_tokens.shape[0],
+                batch == x.draft_tokens.shape[0],
                 lambda: (
-                    f"cu_seqlens must be [B + 1] with B = {draft_tokens.shape[0]} "
+                    f"cu_seqlens must be [B + 1] with B = {x.draft_tokens.shape[0]} "
                     f"(draft_tokens), got [{batch + 1}]"
                 ),
             )
         check.sizes["B"] = batch
         check.sources["B"] = "cu_seqlens"
-    check.index("verify_lens", verify_lens, "B")
+    check.index("verify_lens", x.verify_lens, "B")
     return check
 
 
-def _requests(draft_tokens: Tensor, cu_seqlens: Tensor | None) -> int:
-    return draft_tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _requests(x) -> int:
+    """B."""
+    # Not len(): that of a tensor makes torch.compile compile every batch size anew.
+    return x.draft_tokens.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
 
 
-def _fake_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=None):
-    batch = _requests(draft_tokens, cu_seqlens)
-    return (
-        target_tokens.new_empty(batch, dtype=torch.int32),
-        target_tokens.new_empty(batch),
-    )
+def _rules_accept(x, sizes):
+    if x.cu_seqlens is not None:
+        yield from debug.offsets(x.cu_seqlens, sizes["N"])
 
 
-def _arrange_accept(draft_tokens, target_tokens, cu_seqlens=None, *, verify_lens=None):
-    return (draft_tokens, target_tokens, cu_seqlens, verify_lens), ()
-
-
-def _plan_accept(lowering, tensors, rest):
-    draft, target, cu_seqlens, verify_lens = tensors
-    batch = _requests(draft, cu_seqlens)
+def _plan_accept(kernels, x):
+    draft, target = x.draft_tokens, x.target_tokens
     # A packed row's stride is its token's; the tokens of a row follow each other.
     return Plan(
-        lowering.accept,
-        (batch, 1, 1),
+        kernels.accept,
+        (_requests(x), 1, 1),
         (
-            draft.shape[-1], target.shape[0], draft.stride(0), draft.stride(-1), target.stride(0),
-            target.stride(-1), stride(cu_seqlens),
-            stride(verify_lens),
+            draft.shape[-1], target.shape[0], draft.stride(0), draft.stride(-1),
+            target.stride(0), target.stride(-1), stride(x.cu_seqlens),
+            stride(x.verify_lens),
         ),
         {"ROWS": draft.dim() == 2, "BLOCK": 32},
         1,
-        (((batch,), torch.int32), ((batch,), target.dtype)),
     )  # fmt: skip
 
 
@@ -111,11 +105,13 @@ _accept = register(
     "accept(Tensor draft_tokens, Tensor target_tokens, Tensor? cu_seqlens=None, *, "
     "Tensor? verify_lens=None) -> (Tensor accept_lens, Tensor bonus)",
     check=_check_accept,
-    cpu=reference_commit.accept,
-    arrange=_arrange_accept,
+    cpu=reference.accept,
     plan=_plan_accept,
-    fake=_fake_accept,
-)
+    outputs=lambda x: (
+        ((_requests(x),), torch.int32), ((_requests(x),), x.target_tokens.dtype)
+    ),
+    rules=_rules_accept,
+)  # fmt: skip
 
 
 def commit_indices(
@@ -171,54 +167,55 @@ def commit_indices(
     )  # fmt: skip
 
 
-def _check_commit_indices(
-    accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
-    track_indices, track_steps, *, track_slot_map=None, track_interval=0,
-):  # fmt: skip
-    check = checks.Check("commit_indices", accept_lens, "accept_lens")
-    check.index("accept_lens", accept_lens, "B")
-    check.index("seq_lens", seq_lens, "B")
-    check.index("req_indices", req_indices, "B")
-    check.index("slot_map", slot_map, "requests")
-    check.index("live", live, "1")
-    check.require(live.shape[0] == 1, lambda: f"live must be [1], got {list(live.shape)}")
-    for name, value in (
-        ("state_indices", state_indices), ("last_steps", last_steps),
-        ("track_indices", track_indices), ("track_steps", track_steps),
-    ):  # fmt: skip
-        check.tensor(name, value, "B", checks.INDEX, written=True)
+def _check_commit_indices(x):
+    check = checks.Check("commit_indices", x.accept_lens, "accept_lens")
+    check.index("accept_lens", x.accept_lens, "B")
+    check.index("seq_lens", x.seq_lens, "B")
+    check.index("req_indices", x.req_indices, "B")
+    check.index("slot_map", x.slot_map, "requests")
+    check.index("live", x.live, "1")
+    check.require(
+        x.live.shape[0] == 1, lambda: f"live must be [1], got {list(x.live.shape)}"
+    )
+    for name in _WRITTEN:
+        check.tensor(name, getattr(x, name), "B", checks.INDEX, written=True)
     del check.sizes["requests"]  # the two maps may differ in length
-    check.index("track_slot_map", track_slot_map, "requests")
-    if track_interval < 0:
-        check.fail(f"track_interval must be 0 or more tokens, got {track_interval}")
+    check.index("track_slot_map", x.track_slot_map, "requests")
+    if x.track_interval < 0:
+        check.fail(f"track_interval must be 0 or more tokens, got {x.track_interval}")
     return check
 
 
-def _arrange_commit_indices(
-    accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
-    track_indices, track_steps, *, track_slot_map=None, track_interval=0,
-):  # fmt: skip
-    return (
-        accept_lens, seq_lens, req_indices, slot_map, live, state_indices, last_steps,
-        track_indices, track_steps, track_slot_map,
-    ), (track_interval,)  # fmt: skip
+_WRITTEN = ("state_indices", "last_steps", "track_indices", "track_steps")
 
 
-def _plan_commit_indices(lowering, tensors, rest):
-    accept_lens, seq_lens, req_indices, slot_map, _, *outputs, track_slot_map = tensors
-    (track_interval,) = rest
-    batch, block = accept_lens.shape[0], 128
-    length = 0 if track_slot_map is None else track_slot_map.shape[0]
+def _rules_commit_indices(x, sizes):
+    requests, count = x.req_indices.long(), len(x.slot_map)
+    place = torch.arange(len(requests), device=requests.device)
+    requests = requests.masked_fill(place >= x.live, -1)
+    text = f"is outside the slot_map of {count} requests"
+    yield debug.Rule("req_indices", requests, requests < count, text)
+    text = "is an earlier request of the batch too"
+    yield debug.Rule("req_indices", requests, ~debug.repeated(requests), text)
+    lens = x.accept_lens.long()
+    yield debug.Rule("accept_lens", lens, (requests < 0) | (lens >= 0), "is below 0")
+
+
+def _plan_commit_indices(kernels, x):
+    batch, block = x.accept_lens.shape[0], 128
+    tracked = 0 if x.track_slot_map is None else x.track_slot_map.shape[0]
+    given = x.accept_lens, x.seq_lens, x.req_indices, x.slot_map
     return Plan(
-        lowering.commit_indices,
-        (-(-batch // block), 1, 1),
+        kernels.commit_indices,
+        (ceil_div(batch, block), 1, 1),
         (
-            batch, slot_map.shape[0], length, track_interval,
-            accept_lens.stride(0), seq_lens.stride(0), req_indices.stride(0),
-            slot_map.stride(0), *(output.stride(0) for output in outputs),
-            stride(track_slot_map),
+            batch, x.slot_map.shape[0], tracked, x.track_interval, *map(stride, given),
+            *(stride(getattr(x, name)) for name in _WRITTEN), stride(x.track_slot_map),
         ),
-        {"TRACK": track_slot_map is not None and track_interval > 0, "BLOCK": block},
+        {
+            "TRACK": x.track_slot_map is not None and x.track_interval > 0,
+            "BLOCK": block,
+        },
         4,
     )  # fmt: skip
 
@@ -229,7 +226,7 @@ _commit_indices = register(
     "Tensor(c!) track_indices, Tensor(d!) track_steps, *, "
     "Tensor? track_slot_map=None, int track_interval=0) -> ()",
     check=_check_commit_indices,
-    cpu=reference_commit.commit_indices,
-    arrange=_arrange_commit_indices,
+    cpu=reference.commit_indices,
     plan=_plan_commit_indices,
+    rules=_rules_commit_indices,
 )

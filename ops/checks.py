@@ -2,6 +2,7 @@
 
 Only metadata is looked at: shapes, dtypes, devices, strides. Values on a device
 are never read. Everything here also runs on fake tensors with symbolic sizes.
+``__all__`` is for packages that are built on the ops, as replayssm.graph is.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+
+from .window_rule import Windows, fits
+
+__all__ = ["ACTIVATION", "INDEX", "MAX_K", "Check"]
 
 ACTIVATION = (torch.bfloat16, torch.float16, torch.float32)
 GATE = (torch.float32,)
@@ -200,7 +205,7 @@ class Check:
         )
         if capacity is not None:
             self.require(
-                tokens <= capacity * batch,
+                fits(tokens, capacity * batch),
                 lambda: (
                     f"D = N / B = {tokens // batch} tokens a row ({self.sources['N']}, "
                     f"{self.sources['B']}) do not fit the window's T = {capacity} rows "
@@ -223,17 +228,15 @@ def is_kda(
     return ranks[value.dim()]
 
 
-def gates(
-    check: Check, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, tokens: str
-) -> bool:
-    """a, b, A_log and dt_bias; returns whether they are KDA's."""
-    kda = is_kda(check, "a", a, f"{tokens} HV", f"{tokens} HV K")
+def gates(check: Check, x: Any, tokens: str) -> bool:
+    """a, b, A_log and dt_bias of a call; returns whether they are KDA's."""
+    kda = is_kda(check, "a", x.a, f"{tokens} HV", f"{tokens} HV K")
     variant = " (KDA, from a)" if kda else " (GDN, from a)"
     a_dims, bias_dims = (f"{tokens} HV K", "HV K") if kda else (f"{tokens} HV", "HV")
-    check.tensor("a", a, a_dims, ACTIVATION, dense=int(kda))
-    check.tensor("b", b, f"{tokens} HV", ACTIVATION)
-    check.tensor("A_log", A_log, "HV", ACTIVATION)
-    check.tensor("dt_bias", dt_bias, bias_dims, ACTIVATION, variant=variant)
+    check.tensor("a", x.a, a_dims, ACTIVATION, dense=int(kda))
+    check.tensor("b", x.b, f"{tokens} HV", ACTIVATION)
+    check.tensor("A_log", x.A_log, "HV", ACTIVATION)
+    check.tensor("dt_bias", x.dt_bias, bias_dims, ACTIVATION, variant=variant)
     return kda
 
 
@@ -251,10 +254,7 @@ def projections(check: Check, q: Tensor | None, k: Tensor, v: Tensor, tokens: st
 
 def windows(
     check: Check,
-    k_window: Tensor,
-    v_window: Tensor,
-    g_window: Tensor,
-    beta_window: Tensor,
+    given: Windows,
     *,
     kda: bool,
     dtype: tuple[torch.dtype, ...],
@@ -265,14 +265,14 @@ def windows(
     """The four windows of one layer, or with ``outer`` = "L " of all layers."""
     gate_dims, variant = ("R HV T K", " (KDA)") if kda else ("R HV T", " (GDN)")
     options: dict[str, Any] = {"written": written}
-    check.tensor("k_window", k_window, f"{outer}R H T K", dtype, dense=3, of=of, **options)
-    same = (k_window.dtype,)
+    check.tensor("k_window", given.k, f"{outer}R H T K", dtype, dense=3, of=of, **options)
+    same = (given.k.dtype,)
     check.tensor(
-        "v_window", v_window, f"{outer}R HV T V", same,
+        "v_window", given.v, f"{outer}R HV T V", same,
         dense=3, of=" like k_window", **options,
     )  # fmt: skip
     check.tensor(
-        "g_window", g_window, outer + gate_dims, GATE,
+        "g_window", given.g, outer + gate_dims, GATE,
         dense=3 if kda else 2, variant=variant, **options,
     )  # fmt: skip
-    check.tensor("beta_window", beta_window, f"{outer}R HV T", GATE, dense=2, **options)
+    check.tensor("beta_window", given.beta, f"{outer}R HV T", GATE, dense=2, **options)

@@ -1,9 +1,13 @@
 """fold and scatter: the two ways an accepted prefix becomes the state."""
 
+import math
+
 from torch import Tensor
 
-from . import checks, launch, reference
+from . import checks, debug, reference
+from .launch import Plan, ceil_div, stride, token_block
 from .registration import register
+from .window_rule import Windows, named_rows
 
 
 def fold(
@@ -56,44 +60,65 @@ def fold(
     )  # fmt: skip
 
 
-def _check_fold(
-    state, k_window, v_window, g_window, beta_window, state_indices, accept_lens, *,
-    window_indices=None, track_indices=None, track_steps=None, use_qk_l2norm=True,
-):  # fmt: skip
-    check = checks.Check("fold", state, "state")
-    if state.dim() not in (4, 5):
+def _check_fold(x):
+    check = checks.Check("fold", x.state, "state")
+    if x.state.dim() not in (4, 5):
         check.fail(
             "state must be [S, HV, V, K] or [L, S, HV, V, K], got "
-            f"{state.dim()} dimensions: {list(state.shape)}"
+            f"{x.state.dim()} dimensions: {list(x.state.shape)}"
         )
-    outer = "L " if state.dim() == 5 else ""
+    outer = "L " if x.state.dim() == 5 else ""
     check.tensor(
-        "state", state, f"{outer}S HV V K", checks.ACTIVATION, dense=3, written=True
+        "state", x.state, f"{outer}S HV V K", checks.ACTIVATION, dense=3, written=True
     )
     kda = checks.is_kda(
-        check, "g_window", g_window, f"{outer}R HV T", f"{outer}R HV T K",
-        f" beside state of {state.dim()} dimensions",
+        check, "g_window", x.g_window, f"{outer}R HV T", f"{outer}R HV T K",
+        f" beside state of {x.state.dim()} dimensions",
     )  # fmt: skip
-    checks.windows(
-        check, k_window, v_window, g_window, beta_window,
-        kda=kda, dtype=checks.ACTIVATION, outer=outer,
-    )  # fmt: skip
+    checks.windows(check, Windows.of(x), kda=kda, dtype=checks.ACTIVATION, outer=outer)
     check.heads()
-    check.index("state_indices", state_indices, "B")
-    check.index("accept_lens", accept_lens, "B")
-    check.index("window_indices", window_indices, "B")
-    check.tracks(track_indices, track_steps)
+    check.index("state_indices", x.state_indices, "B")
+    check.index("accept_lens", x.accept_lens, "B")
+    check.index("window_indices", x.window_indices, "B")
+    check.tracks(x.track_indices, x.track_steps)
     return check
 
 
-def _arrange_fold(
-    state, k_window, v_window, g_window, beta_window, state_indices, accept_lens, *,
-    window_indices=None, track_indices=None, track_steps=None, use_qk_l2norm=True,
-):  # fmt: skip
-    return (
-        state, k_window, v_window, g_window, beta_window, state_indices, accept_lens,
-        window_indices, track_indices, track_steps,
-    ), (use_qk_l2norm,)  # fmt: skip
+def _rules_fold(x, sizes):
+    name = "state_indices" if x.window_indices is None else "window_indices"
+    named = named_rows(x.state_indices, x.window_indices)
+    yield from debug.slots(x.state_indices, sizes["S"])
+    yield from debug.rows(name, named, sizes["R"])
+    yield from debug.lengths("accept_lens", x.accept_lens, x.state_indices, 0, sizes["T"])
+    yield from debug.tracks(x, named, x.accept_lens, sizes["S"])
+
+
+def _plan_fold(kernels, x):
+    windows, layered = Windows.of(x), x.state.dim() == 5
+    layers = x.state.shape[0] if layered else 1
+    S, HV, V, K = x.state.shape[-4:]
+    H, batch = windows.k.shape[-3], x.state_indices.shape[0]
+    BV, warps = kernels.fold_tile(HV, K, V, batch, windows.kda)
+    strides = [
+        step
+        for pool in (x.state, *windows)
+        for step in (pool.stride()[:2] if layered else (0, pool.stride(0)))
+    ]
+    return Plan(
+        kernels.fold,
+        (ceil_div(V, BV) * HV * batch * layers if windows.capacity else 0, 1, 1),
+        (
+            batch, S, windows.rows, windows.capacity, *strides,
+            x.state_indices.stride(0), x.accept_lens.stride(0), stride(x.window_indices),
+            stride(x.track_indices), stride(x.track_steps),
+        ),
+        {
+            "H": H, "HV": HV, "K": K, "V": V, "KDA": windows.kda,
+            "L2NORM": x.use_qk_l2norm, "BV": BV, "TB": token_block(windows.capacity),
+            "NW": warps,
+        },
+        warps,
+    )  # fmt: skip
 
 
 _fold = register(
@@ -103,8 +128,8 @@ _fold = register(
     "Tensor? track_steps=None, bool use_qk_l2norm=True) -> ()",
     check=_check_fold,
     cpu=reference.fold,
-    arrange=_arrange_fold,
-    plan=launch.fold,
+    plan=_plan_fold,
+    rules=_rules_fold,
 )
 
 
@@ -147,42 +172,56 @@ def scatter(
     )  # fmt: skip
 
 
-def _check_scatter(
-    state, intermediate, state_indices, step_indices, *, source_indices=None,
-    track_indices=None, track_steps=None,
-):  # fmt: skip
-    check = checks.Check("scatter", state, "state")
-    inner = state.dim() - 2
+def _check_scatter(x):
+    check = checks.Check("scatter", x.state, "state")
+    inner = x.state.dim() - 2
     if inner < 0:
-        check.fail(f"state must be [L, S, *inner], got {list(state.shape)}")
+        check.fail(f"state must be [L, S, *inner], got {list(x.state.shape)}")
     letters = " ".join(f"inner{i}" for i in range(inner))
     check.tensor(
-        "state", state, f"L S {letters}", checks.SNAPSHOT, dense=inner, written=True
+        "state", x.state, f"L S {letters}", checks.SNAPSHOT, dense=inner, written=True
     )
-    if intermediate.dim() != inner + 3:
+    if x.intermediate.dim() != inner + 3:
         check.fail(
-            f"intermediate must be [L, R, D, *inner] beside state of {state.dim()} "
-            f"dimensions, got {intermediate.dim()}: {list(intermediate.shape)}"
+            f"intermediate must be [L, R, D, *inner] beside state of {x.state.dim()} "
+            f"dimensions, got {x.intermediate.dim()}: {list(x.intermediate.shape)}"
         )
     check.tensor(
-        "intermediate", intermediate, f"L R D {letters}", (state.dtype,), dense=inner,
+        "intermediate", x.intermediate, f"L R D {letters}", (x.state.dtype,), dense=inner,
         of=" like state",
     )  # fmt: skip
-    check.index("state_indices", state_indices, "B")
-    check.index("step_indices", step_indices, "B")
-    check.index("source_indices", source_indices, "B")
-    check.tracks(track_indices, track_steps)
+    check.index("state_indices", x.state_indices, "B")
+    check.index("step_indices", x.step_indices, "B")
+    check.index("source_indices", x.source_indices, "B")
+    check.tracks(x.track_indices, x.track_steps)
     return check
 
 
-def _arrange_scatter(
-    state, intermediate, state_indices, step_indices, *, source_indices=None,
-    track_indices=None, track_steps=None,
-):  # fmt: skip
-    return (
-        state, intermediate, state_indices, step_indices, source_indices,
-        track_indices, track_steps,
-    ), ()  # fmt: skip
+def _rules_scatter(x, sizes):
+    named = named_rows(x.state_indices, reference.sources(x))
+    yield from debug.slots(x.state_indices, sizes["S"])
+    yield from debug.rows("source_indices", named, sizes["R"], "snapshots")
+    yield from debug.lengths(
+        "step_indices", x.step_indices, x.state_indices, -1, sizes["D"] - 1
+    )
+    yield from debug.tracks(x, named, x.step_indices.long() + 1, sizes["S"])
+
+
+def _plan_scatter(kernels, x):
+    layers, S, *inner = x.state.shape
+    _, R, D, *_ = x.intermediate.shape
+    size, batch, block = math.prod(inner), x.state_indices.shape[0], 2048
+    return Plan(
+        kernels.scatter,
+        (layers * batch, ceil_div(size, block), 1),
+        (
+            size, batch, S, R, D, *x.state.stride()[:2], *x.intermediate.stride()[:3],
+            x.state_indices.stride(0), x.step_indices.stride(0), stride(x.source_indices),
+            stride(x.track_indices), stride(x.track_steps),
+        ),
+        {"BLOCK": block},
+        4,
+    )  # fmt: skip
 
 
 _scatter = register(
@@ -191,6 +230,6 @@ _scatter = register(
     "Tensor? track_indices=None, Tensor? track_steps=None) -> ()",
     check=_check_scatter,
     cpu=reference.scatter,
-    arrange=_arrange_scatter,
-    plan=launch.scatter,
+    plan=_plan_scatter,
+    rules=_rules_scatter,
 )

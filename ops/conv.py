@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from . import checks, reference_commit
-from .launch import Plan, stride
+from . import checks, debug, reference
+from .launch import ABSENT, Plan, ceil_div, stride
 from .registration import register
+from .window_rule import named_rows
 
 MAX_GROUPS = 4
 
@@ -61,13 +62,11 @@ def conv_commit(
     )  # fmt: skip
 
 
-def _check(
-    conv_states, conv_windows, state_indices, accept_lens, *, window_indices=None,
-    track_indices=None, track_steps=None, channels_last=False,
-):  # fmt: skip
+def _check(x):
+    conv_states, conv_windows = x.conv_states, x.conv_windows
     first, name = (
         (conv_states[0], "conv_states[0]") if conv_states
-        else (state_indices, "state_indices")
+        else (x.state_indices, "state_indices")
     )  # fmt: skip
     check = checks.Check("conv_commit", first, name)
     if not 1 <= len(conv_states) <= MAX_GROUPS:
@@ -78,7 +77,7 @@ def _check(
             f"got {len(conv_windows)}"
         )
     dims = {
-        taps: f"{taps} C" if channels_last else f"C {taps}" for taps in ("W-1", "D+W-2")
+        taps: f"{taps} C" if x.channels_last else f"C {taps}" for taps in ("W-1", "D+W-2")
     }
     forms = {5: f"L R D {dims['W-1']}", 4: f"L R {dims['D+W-2']}"}
     rank = conv_windows[0].dim()
@@ -88,12 +87,12 @@ def _check(
             f"conv_windows[0] must be [{dense}] (dense) or [{sliding}] (sliding), got "
             f"{rank} dimensions: {list(conv_windows[0].shape)}"
         )
-    variant = " (channels_last)" if channels_last else ""
+    variant = " (channels_last)" if x.channels_last else ""
     dtype: tuple = checks.ACTIVATION
     of = ""
     for i, (state, window) in enumerate(zip(conv_states, conv_windows, strict=True)):
         # With W = 1 the states are empty, and strides of nothing mean nothing.
-        some = state.dim() == 4 and state.shape[2 if channels_last else 3] != 0
+        some = state.dim() == 4 and state.shape[2 if x.channels_last else 3] != 0
         check.tensor(
             f"conv_states[{i}]", state, f"L S {dims['W-1']}", dtype,
             dense=2 * some, of=of, variant=variant, written=some,
@@ -114,58 +113,59 @@ def _check(
                 f"at least 1 new one, got D+W-2 = {columns}"
             ),
         )
-    check.index("state_indices", state_indices, "B")
-    check.index("accept_lens", accept_lens, "B")
-    check.index("window_indices", window_indices, "B")
-    check.tracks(track_indices, track_steps)
+    check.index("state_indices", x.state_indices, "B")
+    check.index("accept_lens", x.accept_lens, "B")
+    check.index("window_indices", x.window_indices, "B")
+    check.tracks(x.track_indices, x.track_steps)
     return check
 
 
-def _groups(tensors: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """As many as the kernel takes; more stay more, for the check to refuse them."""
-    return (*tensors, *[None] * (MAX_GROUPS - len(tensors)))
+def _draft(x) -> int:
+    """D, the tokens that a conv window holds."""
+    states, windows = x.conv_states[0], x.conv_windows[0]
+    if windows.dim() == 5:
+        return windows.shape[2]
+    columns = 2 if x.channels_last else 3
+    return windows.shape[columns] - states.shape[columns] + 1
 
 
-def _arrange(
-    conv_states, conv_windows, state_indices, accept_lens, *, window_indices=None,
-    track_indices=None, track_steps=None, channels_last=False,
-):  # fmt: skip
-    return (
-        *_groups(conv_states), *_groups(conv_windows), state_indices, accept_lens,
-        window_indices, track_indices, track_steps,
-    ), (channels_last,)  # fmt: skip
+def _rules(x, sizes):
+    name = "state_indices" if x.window_indices is None else "window_indices"
+    named = named_rows(x.state_indices, x.window_indices)
+    yield from debug.slots(x.state_indices, sizes["S"])
+    yield from debug.rows(name, named, sizes["R"])
+    yield from debug.lengths("accept_lens", x.accept_lens, x.state_indices, 0, _draft(x))
+    yield from debug.tracks(x, named, x.accept_lens, sizes["S"])
 
 
-def _plan(lowering, tensors, rest):
-    states, windows = tensors[:MAX_GROUPS], tensors[MAX_GROUPS : 2 * MAX_GROUPS]
-    slots, accept_lens, *optional = tensors[2 * MAX_GROUPS :]
-    (channels_last,) = rest
-    layers, pool, *inner = states[0].shape
-    dense = windows[0].dim() == 5
-    taps = inner[0 if channels_last else 1]
-    columns = windows[0].shape[2 if dense or channels_last else 3]
+def _plan(kernels, x):
+    groups, absent = len(x.conv_states), MAX_GROUPS - len(x.conv_states)
+    layers, S, *inner = x.conv_states[0].shape
+    R, dense = x.conv_windows[0].shape[1], x.conv_windows[0].dim() == 5
     sizes, strides = [], []
-    for state, window in zip(states, windows, strict=True):
-        if state is None:
-            sizes.append(0)
-            strides.extend([0] * 5)
-            continue
+    for state, window in zip(x.conv_states, x.conv_windows, strict=True):
         sizes.append(state.shape[2] * state.shape[3])
         # From one accepted length to the next the source moves by one token.
-        token = window.stride(2) if dense or channels_last else 1
+        token = window.stride(2) if dense or x.channels_last else 1
         strides.extend([*state.stride()[:2], *window.stride()[:2], token])
-    batch, block = slots.shape[0], 2048
-    groups = sum(state is not None for state in states)
+    batch, block = x.state_indices.shape[0], 2048
+    optional = x.window_indices, x.track_indices, x.track_steps
     return Plan(
-        lowering.conv_commit,
-        (batch * layers, -(-max(sizes) // block), groups),
+        kernels.conv_commit,
+        (batch * layers, ceil_div(max(sizes), block), groups),
         (
-            batch, pool, windows[0].shape[1], columns if dense else columns - taps + 1,
-            *sizes, *strides, slots.stride(0), accept_lens.stride(0),
-            *(stride(index) for index in optional),
+            batch, S, R, _draft(x), *sizes, *[0] * absent, *strides, *[0] * 5 * absent,
+            x.state_indices.stride(0), x.accept_lens.stride(0), *map(stride, optional),
         ),
-        {"TAPS": taps, "ROWS": not dense and not channels_last, "BLOCK": block},
+        {
+            "TAPS": inner[0 if x.channels_last else 1],
+            "ROWS": not dense and not x.channels_last, "BLOCK": block,
+        },
         4,
+        (
+            *range(groups), *[ABSENT] * absent, *range(groups, 2 * groups),
+            *[ABSENT] * absent, *range(2 * groups, 2 * groups + 5),
+        ),
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ _conv_commit = register(
     "Tensor? track_indices=None, Tensor? track_steps=None, "
     "bool channels_last=False) -> ()",
     check=_check,
-    cpu=reference_commit.conv_commit,
-    arrange=_arrange,
+    cpu=reference.conv_commit,
     plan=_plan,
+    rules=_rules,
 )

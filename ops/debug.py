@@ -1,14 +1,16 @@
-"""REPLAYSSM_DEBUG=1: before every op, what only the device's values show is checked too.
+"""REPLAYSSM_DEBUG=1: before every op, the values on the device are checked as well.
 
-Without it the ops clamp and skip, as their contracts say, and nothing here runs. The
-rules are torch arithmetic without a read on the host, the same on every device: a CUDA
-graph captures them. On the CPU a broken one is a ValueError; on a GPU a small kernel
-in front of the op's own stops the device.
+Without the flag the ops clamp and skip, as their contracts say, and nothing here runs.
+A rule is torch arithmetic that reads nothing on the host, so it is the same on every
+device, and a CUDA graph captures it. On the CPU a broken rule is a ValueError; on a GPU a
+small kernel in front of the op's own stops the device.
+
+Each op gives its rules where it is registered, and puts them together from those below.
+What a padding row holds is never looked at.
 """
 
-import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +29,8 @@ def _enabled(value: str) -> bool:
 
 ENABLED = _enabled(os.environ.get("REPLAYSSM_DEBUG", ""))
 
-# Ops that write window rows, so that no two requests may share one.
-_STORING = ("verify", "store")
-
 # A row a lane of one warp, so that the thread that stops names the row.
 _BLOCK = 32
-
-Given = dict[str, Any]  # a call's arguments by name
 
 
 class Rule(NamedTuple):
@@ -46,29 +43,33 @@ class Rule(NamedTuple):
     text: str
 
 
-def guarded(op: str, check: Callable, kernel: Callable) -> Callable:
+def guarded(
+    op: str,
+    bind: Callable[..., Any],
+    check: Callable[[Any], Any],
+    rules: Callable[[Any, dict[str, int]], Iterable[Rule]],
+    kernel: Callable,
+) -> Callable:
     """``kernel`` behind the checks of its call's metadata and device values."""
-    parameters = inspect.signature(check)
 
     def call(*args, **kwargs):
-        sizes = check(*args, **kwargs).sizes
-        given = parameters.bind(*args, **kwargs)
-        given.apply_defaults()
-        _apart(op, given.arguments)
-        for rule in rules(op, given.arguments, sizes):
+        x = bind(*args, **kwargs)
+        sizes = check(x).sizes
+        _apart(op, x)
+        for rule in rules(x, sizes):
             _enforce(op, rule)
         return kernel(*args, **kwargs)
 
     return call
 
 
-def _apart(op: str, given: Given) -> None:
+def _apart(op: str, x: Any) -> None:
     """An argument may not be one that the op writes: compilers have dropped the copy that
     made them two. Only where they start is compared, as pages of pools may interleave."""
     starts = {}
-    for name, value in given.items():
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.numel()]
-        starts[name] = {x.data_ptr() for x in tensors}
+    for name, value in x._asdict().items():
+        tensors = [y for y in tree_leaves(value) if isinstance(y, Tensor) and y.numel()]
+        starts[name] = {y.data_ptr() for y in tensors}
     for argument in getattr(torch.ops.replayssm, op).default._schema.arguments:
         if argument.alias_info and argument.alias_info.is_write:
             own = starts.pop(argument.name)
@@ -98,106 +99,77 @@ def stop(op: str, rule: Rule) -> launch.Plan:
     name = f"replayssm.{op}: {rule.name}"
     text = f"{name}[{_BLOCK} * block + thread] {rule.text}"
     return launch.Plan(
-        kernels.stop_unless, (-(-n // _BLOCK), 1, 1), (n,),
+        kernels.stop_unless, (launch.ceil_div(n, _BLOCK), 1, 1), (n,),
         {"NAME": name, "TEXT": text, "BLOCK": _BLOCK}, 1,
     )  # fmt: skip
 
 
-def rules(op: str, given: Given, sizes: dict[str, int]) -> Iterator[Rule]:
-    """The rules of one call. What a padding row holds is never looked at."""
-    if op == "commit_indices":
-        yield from _requests(given)
+def offsets(cu_seqlens: Tensor | None, tokens: int) -> Iterator[Rule]:
+    """Token offsets of ragged requests rise, and stay within the packed tokens."""
+    if cu_seqlens is None:
         return
-    slots, ends = given.get("state_indices"), given.get("cu_seqlens")
-    if ends is not None:
-        ends = ends.long()
-        yield Rule(
-            "cu_seqlens", ends, (pad(ends[:-1], (1, 0)) <= ends) & (ends <= sizes["N"]),
-            "is below 0, below the offset before it or past the packed tokens",
-        )  # fmt: skip
-    if slots is not None:
-        slots, S = slots.long(), sizes["S"]
-        text = f"is outside the state pool of {S} slots"
-        yield Rule("state_indices", slots, slots < S, text)
-        text = "is the slot of an earlier request of the batch too"
-        yield Rule("state_indices", slots, ~_repeated(slots), text)
-    if "R" not in sizes:
-        return
-    name, rows = _rows(given, slots)
-    rows = rows if slots is None else rows.masked_fill(slots < 0, -1)
-    pool = "snapshots" if op == "scatter" else "window pool"
-    text = f"is outside the {pool} of {sizes['R']} rows"
-    yield Rule(name, rows, rows < sizes["R"], text)
-    if op in _STORING:
-        text = "is the window row of an earlier request of the batch too"
-        yield Rule(name, rows, ~_repeated(rows), text)
-        if ends is not None:
-            fits = (rows < 0) | (ends.diff() <= sizes["T"])
-            yield Rule(
-                "cu_seqlens", ends, pad(fits, (1, 0), value=True),
-                f"gives the request that ends there more than T = {sizes['T']} rows",
-            )  # fmt: skip
-    elif slots is not None:
-        yield from _commit(op, given, sizes, slots, rows)
+    ends = cu_seqlens.long()
+    yield Rule(
+        "cu_seqlens", ends, (pad(ends[:-1], (1, 0)) <= ends) & (ends <= tokens),
+        "is below 0, below the offset before it or past the packed tokens",
+    )  # fmt: skip
 
 
-def _rows(given: Given, slots: Any) -> tuple[str, Tensor]:
-    """Each request's row of the windows or snapshots, and the argument it is from.
-
-    slots is None for store alone, whose rows are given.
-    """
-    for name in ("window_indices", "source_indices"):
-        if given.get(name) is not None:
-            return name, given[name].long()
-    if "source_indices" in given:
-        return "source_indices", torch.arange(len(slots), device=slots.device)
-    return "state_indices", slots
+def slots(state_indices: Tensor, S: int) -> Iterator[Rule]:
+    """Each request's slot lies in the state pool and is no other's."""
+    values = state_indices.long()
+    text = f"is outside the state pool of {S} slots"
+    yield Rule("state_indices", values, values < S, text)
+    text = "is the slot of an earlier request of the batch too"
+    yield Rule("state_indices", values, ~repeated(values), text)
 
 
-def _commit(
-    op: str, given: Given, sizes: dict[str, int], slots: Tensor, rows: Tensor
+def rows(name: str, named: Tensor, R: int, pool: str = "window pool") -> Iterator[Rule]:
+    """``named``, each request's row (see window_rule.named_rows), lies in its pool."""
+    yield Rule(name, named, named < R, f"is outside the {pool} of {R} rows")
+
+
+def stored_rows(
+    name: str, named: Tensor, cu_seqlens: Tensor | None, T: int
 ) -> Iterator[Rule]:
-    """What fold, scatter and conv_commit take, and where their snapshots go."""
-    if op == "scatter":
-        name, first, last = "step_indices", -1, sizes["D"] - 1
-    else:
-        name, first = "accept_lens", 0
-        if "D+W-2" in sizes:  # conv_commit's sliding window
-            last = sizes["D+W-2"] - sizes["W-1"] + 1
-        else:
-            last = sizes["T"] if "T" in sizes else sizes["D"]
-    lens = given[name].long()
-    fits = (slots < 0) | ((first <= lens) & (lens <= last))
-    yield Rule(name, lens, fits, f"is not {first} to {last}, as the window has it")
-    if given["track_indices"] is None:
+    """What verify and store write: no row twice, and no more tokens than it holds."""
+    text = "is the window row of an earlier request of the batch too"
+    yield Rule(name, named, ~repeated(named), text)
+    if cu_seqlens is not None:
+        ends = cu_seqlens.long()
+        fit = (named < 0) | (ends.diff() <= T)
+        yield Rule(
+            "cu_seqlens", ends, pad(fit, (1, 0), value=True),
+            f"gives the request that ends there more than T = {T} rows",
+        )  # fmt: skip
+
+
+def lengths(
+    name: str, values: Tensor, slots: Tensor, first: int, last: int
+) -> Iterator[Rule]:
+    """A live request commits ``first`` to ``last``."""
+    values = values.long()
+    fit = (slots < 0) | ((first <= values) & (values <= last))
+    yield Rule(name, values, fit, f"is not {first} to {last}, as the window has it")
+
+
+def tracks(x: Any, named: Tensor, accepted: Tensor, S: int) -> Iterator[Rule]:
+    """Snapshots of steps that are taken go to slots of their own, which no request has."""
+    if x.track_indices is None:
         return
-    accepted = lens + 1 if op == "scatter" else lens
-    steps = given["track_steps"].long()
-    taken = (rows >= 0) & (steps >= 0) & (steps < accepted)
-    tracks = given["track_indices"].long().masked_fill(~taken, -1)
-    text = f"is outside the state pool of {sizes['S']} slots"
-    yield Rule("track_indices", tracks, tracks < sizes["S"], text)
-    live = (tracks >= 0) & (tracks[:, None] == slots).any(1)
+    steps = x.track_steps.long()
+    taken = (named >= 0) & (steps >= 0) & (steps < accepted.long())
+    values = x.track_indices.long().masked_fill(~taken, -1)
+    text = f"is outside the state pool of {S} slots"
+    yield Rule("track_indices", values, values < S, text)
+    live = (values >= 0) & (values[:, None] == x.state_indices.long()).any(1)
     text = "is the slot of a live request of the batch"
-    yield Rule("track_indices", tracks, ~live, text)
+    yield Rule("track_indices", values, ~live, text)
     text = "gets the snapshot of an earlier request of the batch too"
-    yield Rule("track_indices", tracks, ~_repeated(tracks), text)
+    yield Rule("track_indices", values, ~repeated(values), text)
 
 
-def _requests(given: Given) -> Iterator[Rule]:
-    """What commit_indices reads: its other index tensors are outputs."""
-    requests, count = given["req_indices"].long(), len(given["slot_map"])
-    place = torch.arange(len(requests), device=requests.device)
-    requests = requests.masked_fill(place >= given["live"], -1)
-    text = f"is outside the slot_map of {count} requests"
-    yield Rule("req_indices", requests, requests < count, text)
-    text = "is an earlier request of the batch too"
-    yield Rule("req_indices", requests, ~_repeated(requests), text)
-    lens = given["accept_lens"].long()
-    yield Rule("accept_lens", lens, (requests < 0) | (lens >= 0), "is below 0")
-
-
-def _repeated(values: Tensor) -> Tensor:
+def repeated(values: Tensor) -> Tensor:
     """Which of the values, negative ones apart, stand earlier in the batch already."""
     same = (values[:, None] == values) & (values >= 0)
     return same.tril(-1).any(1)

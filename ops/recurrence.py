@@ -1,9 +1,74 @@
 """verify and decode: outputs of draft windows and of single tokens."""
 
+import torch
 from torch import Tensor
 
-from . import checks, launch, reference
+from . import checks, debug, reference
+from .launch import ABSENT, MAX_BLOCK, Plan, ceil_div, stride, token_block
 from .registration import register
+from .window_rule import Windows, named_rows
+
+# What ``effective`` can take in: tokens, and key dims of a short and of a long window
+# (more would spill registers).
+_MAX_WINDOW, _MAX_KEY, _MAX_KEY_LONG = 16, 256, 224
+
+
+def _outputs(x):
+    return ((x.v.shape, x.v.dtype),)
+
+
+def _one_pass(kernels, state: Tensor, length: int) -> bool:
+    """Whether verify's outputs may come from effective queries: by shape alone."""
+    V, K = state.shape[-2:]
+    return (
+        kernels.effective is not None
+        and 2 <= length <= _MAX_WINDOW
+        and state.dtype == torch.float32
+        and K % 32 == 0
+        and (_MAX_KEY if length <= MAX_BLOCK else _MAX_KEY_LONG) >= K
+        and V % 32 == 0
+    )
+
+
+def _tuned(kernels, heads: int, kda: bool, decode: bool, one_block: bool) -> dict:
+    """Constants of the tuned exact kernel alone."""
+    if kernels.streams is None:
+        return {}
+    return {"ONE": one_block, "STREAM": kernels.streams(heads, kda, decode)}
+
+
+def _plan(kernel, x, tile, block, length, tuned, windows=None) -> Plan:
+    """verify and, without windows, decode: the same kernel, so the same bits."""
+    (tokens, H, K), (HV, V), (BV, warps) = x.q.shape, x.v.shape[1:], tile
+    batch, S = len(x.state_indices), x.state.shape[0]
+    order, cu_seqlens, rows, window_sizes = None, None, None, (0, 0)
+    if windows is None:  # decode: no windows, no ragged batch
+        order = (*range(8), *[ABSENT] * 4, 8, ABSENT, ABSENT)
+    else:
+        cu_seqlens, rows = x.cu_seqlens, x.window_indices
+        window_sizes = windows.rows, windows.capacity
+    # Ragged batches get one row of programs more: it zeroes uncovered tokens.
+    heads = HV * (batch + (cu_seqlens is not None)) if tokens else 0
+    return Plan(
+        kernel,
+        (ceil_div(V, BV) * heads, 1, 1),
+        (
+            K**-0.5 if x.scale is None else x.scale,
+            0.0 if x.lower_bound is None else x.lower_bound,
+            batch, tokens, length, S, *window_sizes,
+            *(step for y in (x.q, x.k, x.v, x.a, x.b) for step in y.stride()[:2]),
+            x.A_log.stride(0), x.dt_bias.stride(0), stride(x.dt_bias, 1), x.state.stride(0),
+            *(stride(window) for window in windows or [None] * 4),
+            x.state_indices.stride(0), stride(cu_seqlens), stride(rows),
+        ),
+        {
+            "H": H, "HV": HV, "K": K, "V": V, "KDA": x.a.dim() == 3,
+            "SAFE": x.lower_bound is not None, "L2NORM": x.use_qk_l2norm, "BV": BV,
+            "TB": block, "NW": warps, **tuned,
+        },
+        warps,
+        order,
+    )  # fmt: skip
 
 
 def verify(
@@ -81,39 +146,43 @@ def verify(
     )  # fmt: skip
 
 
-def _check_verify(
-    q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window, beta_window,
-    state_indices, cu_seqlens=None, window_indices=None, *, scale=None,
-    lower_bound=None, use_qk_l2norm=True, exact=True,
-):  # fmt: skip
-    check = checks.Check("verify", q, "q")
-    checks.projections(check, q, k, v, "N")
-    kda = checks.gates(check, a, b, A_log, dt_bias, "N")
-    check.tensor("state", state, "S HV V K", checks.ACTIVATION, dense=3)
+def _check_verify(x):
+    check = checks.Check("verify", x.q, "q")
+    checks.projections(check, x.q, x.k, x.v, "N")
+    kda = checks.gates(check, x, "N")
+    check.tensor("state", x.state, "S HV V K", checks.ACTIVATION, dense=3)
     checks.windows(
-        check, k_window, v_window, g_window, beta_window,
-        kda=kda, dtype=(q.dtype,), of=" like q", written=True,
-    )  # fmt: skip
-    check.index("state_indices", state_indices, "B")
-    check.index("window_indices", window_indices, "B")
-    check.rows(cu_seqlens)
-    check.lower_bound(lower_bound, kda)
+        check, Windows.of(x), kda=kda, dtype=(x.q.dtype,), of=" like q", written=True
+    )
+    check.index("state_indices", x.state_indices, "B")
+    check.index("window_indices", x.window_indices, "B")
+    check.rows(x.cu_seqlens)
+    check.lower_bound(x.lower_bound, kda)
     return check
 
 
-def _outputs(q, k, v, *args, **kwargs):
-    return v.new_empty(v.shape)
+def _rules_verify(x, sizes):
+    name = "state_indices" if x.window_indices is None else "window_indices"
+    named = named_rows(x.state_indices, x.window_indices)
+    yield from debug.offsets(x.cu_seqlens, sizes["N"])
+    yield from debug.slots(x.state_indices, sizes["S"])
+    yield from debug.rows(name, named, sizes["R"])
+    yield from debug.stored_rows(name, named, x.cu_seqlens, sizes["T"])
 
 
-def _arrange_verify(
-    q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window, beta_window,
-    state_indices, cu_seqlens=None, window_indices=None, *, scale=None,
-    lower_bound=None, use_qk_l2norm=True, exact=True,
-):  # fmt: skip
-    return (
-        q, k, v, a, b, A_log, dt_bias, state, k_window, v_window, g_window,
-        beta_window, state_indices, cu_seqlens, window_indices,
-    ), (scale, lower_bound, use_qk_l2norm, exact)  # fmt: skip
+def _plan_verify(kernels, x):
+    windows, batch, ragged = Windows.of(x), len(x.state_indices), x.cu_seqlens is not None
+    (tokens, _, K), (HV, V) = x.q.shape, x.v.shape[1:]
+    length = tokens // batch if batch and not ragged else 0
+    if not x.exact and _one_pass(kernels, x.state, length):
+        block = MAX_BLOCK if length <= MAX_BLOCK else 16
+        tile = kernels.effective_tile(HV, K, V, batch, block)
+        return _plan(kernels.effective, x, tile, block, length, {}, windows)
+    block = MAX_BLOCK if ragged else token_block(length)
+    safe = x.lower_bound is not None
+    tile = kernels.recur_tile(HV, K, V, batch, windows.kda, ragged, safe)
+    tuned = _tuned(kernels, HV * batch, windows.kda, False, not ragged and length <= block)
+    return _plan(kernels.recur, x, tile, block, length, tuned, windows)
 
 
 _verify = register(
@@ -124,9 +193,9 @@ _verify = register(
     "float? lower_bound=None, bool use_qk_l2norm=True, bool exact=True) -> Tensor",
     check=_check_verify,
     cpu=reference.verify,
-    arrange=_arrange_verify,
-    plan=launch.recur,
-    fake=_outputs,
+    plan=_plan_verify,
+    outputs=_outputs,
+    rules=_rules_verify,
 )
 
 
@@ -168,27 +237,26 @@ def decode(
     )  # fmt: skip
 
 
-def _check_decode(
-    q, k, v, a, b, A_log, dt_bias, state, state_indices, *, scale=None,
-    lower_bound=None, use_qk_l2norm=True,
-):  # fmt: skip
-    check = checks.Check("decode", q, "q")
-    checks.projections(check, q, k, v, "B")
-    kda = checks.gates(check, a, b, A_log, dt_bias, "B")
-    check.tensor("state", state, "S HV V K", checks.ACTIVATION, dense=3, written=True)
-    check.index("state_indices", state_indices, "B")
-    check.lower_bound(lower_bound, kda)
+def _check_decode(x):
+    check = checks.Check("decode", x.q, "q")
+    checks.projections(check, x.q, x.k, x.v, "B")
+    kda = checks.gates(check, x, "B")
+    check.tensor("state", x.state, "S HV V K", checks.ACTIVATION, dense=3, written=True)
+    check.index("state_indices", x.state_indices, "B")
+    check.lower_bound(x.lower_bound, kda)
     return check
 
 
-def _arrange_decode(
-    q, k, v, a, b, A_log, dt_bias, state, state_indices, *, scale=None,
-    lower_bound=None, use_qk_l2norm=True,
-):  # fmt: skip
-    return (
-        q, k, v, a, b, A_log, dt_bias, state, None, None, None, None, state_indices,
-        None, None,
-    ), (scale, lower_bound, use_qk_l2norm, True)  # fmt: skip
+def _rules_decode(x, sizes):
+    yield from debug.slots(x.state_indices, sizes["S"])
+
+
+def _plan_decode(kernels, x):
+    (batch, _, K), (HV, V) = x.q.shape, x.v.shape[1:]
+    kda, safe = x.a.dim() == 3, x.lower_bound is not None
+    tile = kernels.recur_tile(HV, K, V, batch, kda, False, safe)
+    tuned = _tuned(kernels, HV * batch, kda, decode=True, one_block=True)
+    return _plan(kernels.recur, x, tile, 1, min(batch, 1), tuned)
 
 
 _decode = register(
@@ -197,7 +265,7 @@ _decode = register(
     "float? lower_bound=None, bool use_qk_l2norm=True) -> Tensor",
     check=_check_decode,
     cpu=reference.decode,
-    arrange=_arrange_decode,
-    plan=launch.recur,
-    fake=_outputs,
+    plan=_plan_decode,
+    outputs=_outputs,
+    rules=_rules_decode,
 )

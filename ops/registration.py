@@ -1,8 +1,8 @@
 """The torch.library namespace and the one way an op gets into it."""
 
-import functools
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,86 +14,93 @@ _LIBRARY = torch.library.Library("replayssm", "DEF")
 # take pool and packed-projection strides at run time and never copy.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
+# By the ops' names: whoever compiles or runs kernels without a dispatch looks here.
+REGISTERED: dict[str, "launch.Op"] = {}
 
-_PLANS: dict[str, tuple[Callable, Callable]] = {}
 
-
-def _nothing(*args, **kwargs) -> None:
-    """The fake of an op that only mutates."""
+def _nothing(x: Any) -> tuple:
+    return ()
 
 
 def register(
     schema: str,
     *,
-    check: Callable[..., checks.Check],
-    cpu: Callable,
-    arrange: Callable,
-    plan: Callable[..., launch.Plan],
-    fake: Callable = _nothing,
+    check: Callable[[Any], checks.Check],
+    cpu: Callable[[Any], Any],
+    plan: Callable[[Any, Any], launch.Plan],
+    outputs: Callable[[Any], Sequence[launch.Output]] = _nothing,
+    rules: Callable[[Any, dict[str, int]], Iterable[debug.Rule]] = lambda x, sizes: (),
 ) -> Callable:
     """Define one op and its kernels; return its ``torch.ops`` overload.
 
-    ``check`` guards every path, CPU, CUDA and fake alike, so a mistake raises the
-    same error eagerly and under torch.compile, before anything is written.
-    ``arrange`` and ``plan`` make the CUDA kernel, see ``launch.launcher``.
+    The schema alone says the order of the arguments. Everything else takes one call's
+    arguments as x, a named tuple with the schema's names and defaults:
+
+    check: guards every path, CPU, CUDA and fake alike, so a mistake raises the same error
+        eagerly and under torch.compile, before anything is written.
+    cpu: the reference, called as the CPU kernel.
+    plan: plan(kernels, x), the launch of the CUDA kernel.
+    outputs: shape and dtype of each fresh tensor that is returned.
+    rules: rules(x, sizes), what debug mode checks of the values on the device.
+
     ``Library.define`` + ``impl`` costs 3-5 us a call where ``custom_op`` and
     ``triton_op`` cost 20-100.
     """
     name = schema.split("(", 1)[0]
-    _PLANS[name] = arrange, plan
     _LIBRARY.define(schema, tags=_TAGS)
     op = getattr(torch.ops.replayssm, name).default
+    bind = _binder(op)
     check = _complete(op, check)
+    tensors = _leading_tensors(op)
+    REGISTERED[name] = registered = launch.Op(bind, check, plan, outputs, tensors)
 
-    def checked(kernel: Callable) -> Callable:
+    def fake(x):
+        like = next(y for y in registered.split(x)[0] if y is not None)
+        return launch.returned(launch.allocate(outputs(x), like.new_empty))
+
+    def kernel(does: Callable[[Any], Any]) -> Callable:
         def call(*args, **kwargs):
-            check(*args, **kwargs)
-            return kernel(*args, **kwargs)
+            x = bind(*args, **kwargs)
+            check(x)
+            return does(x)
 
         return call
 
-    kernels = {"CPU": checked(cpu), "CUDA": launch.launcher(check, arrange, plan)}
-    for key, kernel in kernels.items():
-        kernel = debug.guarded(name, check, kernel) if debug.ENABLED else kernel
-        _LIBRARY.impl(name, kernel, key)
-    torch.library.register_fake(f"replayssm::{name}", checked(fake), lib=_LIBRARY)
+    kernels = {"CPU": kernel(cpu), "CUDA": launch.launcher(registered)}
+    for key, does in kernels.items():
+        if debug.ENABLED:
+            does = debug.guarded(name, bind, check, rules, does)
+        _LIBRARY.impl(name, does, key)
+    torch.library.register_fake(f"replayssm::{name}", kernel(fake), lib=_LIBRARY)
     return op
 
 
+def _binder(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The named tuple of an op's arguments, with the defaults of its schema."""
+    arguments = op._schema.arguments
+    defaults = [x.default_value for x in arguments if x.has_default_value()]
+    name = op._schema.name.split("::")[1]
+    return namedtuple(name, [x.name for x in arguments], defaults=defaults)
+
+
+def _leading_tensors(op: torch._ops.OpOverload) -> int:
+    """How many arguments are tensors or lists of them: every schema has those first."""
+    tensors = ["Tensor" in str(x.type) for x in op._schema.arguments]
+    assert tensors == sorted(tensors, reverse=True), op._schema
+    return sum(tensors)
+
+
 def _complete(
-    op: torch._ops.OpOverload, check: Callable[..., checks.Check]
-) -> Callable[..., checks.Check]:
+    op: torch._ops.OpOverload, check: Callable[[Any], checks.Check]
+) -> Callable[[Any], checks.Check]:
     """check, after a look at what the dispatcher lets through: None for a tensor."""
-    name, arguments = op._schema.name.split("::")[1], op._schema.arguments
-    tensors = [(i, x.name) for i, x in enumerate(arguments) if str(x.type) == "Tensor"]
+    name = op._schema.name.split("::")[1]
+    tensors = [x.name for x in op._schema.arguments if str(x.type) == "Tensor"]
 
-    @functools.wraps(check)  # debug mode binds a call's arguments by its names
-    def call(*args, **kwargs):
-        for i, argument in tensors:
-            if (args[i] if i < len(args) else kwargs.get(argument)) is None:
+    def complete(x):
+        for argument in tensors:
+            if getattr(x, argument) is None:
                 raise TypeError(f"{name}: {argument} must be a tensor, got None")
-        return check(*args, **kwargs)
+        return check(x)
 
-    return call
-
-
-def run(kernels: SimpleNamespace, name: str, *args, **kwargs) -> tuple[torch.Tensor, ...]:
-    """Run op ``name`` with the kernels of a chosen lowering, unchecked and uncached.
-
-    For tests and benchmarks, which compare lowerings and tiles on one device; outputs
-    come filled with NaN, or the least integer, where a kernel does not write them.
-    """
-    arrange, plan = _PLANS[name]
-    tensors, rest = arrange(*args, **kwargs)
-    made = plan(kernels, tensors, rest)
-    device = tensors[0].device
-    outputs = tuple(
-        torch.full(shape, _unwritten(dtype), dtype=dtype, device=device)
-        for shape, dtype in made.outputs
-    )
-    made.compile_and_launch(tensors, outputs)
-    return outputs
-
-
-def _unwritten(dtype: torch.dtype) -> float | int:
-    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    return complete

@@ -4,8 +4,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from types import SimpleNamespace
-from typing import NamedTuple
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,19 +59,52 @@ def _gpu_lowering(index: int) -> Lowering:
     return Lowering("gluon", f"sm_{major}{minor} with triton {version}.")
 
 
+class Kernels(NamedTuple):
+    """The kernels of a lowering, and the tables that choose their launch parameters.
+
+    What only the tuned lowering has is None in the portable one: ``effective``, verify
+    with exact=False, its table, and ``streams``.
+    """
+
+    recur: Any  # verify, and without windows decode
+    fold: Any
+    recur_tile: Callable[..., tuple[int, int]]
+    fold_tile: Callable[..., tuple[int, int]]
+    gate: Any
+    store: Any
+    scatter: Any
+    conv_commit: Any
+    accept: Any
+    commit_indices: Any
+    effective: Any | None = None
+    effective_tile: Callable[..., tuple[int, int]] | None = None
+    streams: Callable[..., bool] | None = None
+
+
 @functools.cache
-def kernels(index: int) -> SimpleNamespace:
-    """The kernels of a GPU, see ``launch``."""
+def kernels(index: int) -> Kernels:
+    """The kernels that serve a GPU."""
     return load(_gpu_lowering(index).name)
 
 
-def load(name: str) -> SimpleNamespace:
-    """The kernels of a lowering: its own, and the copies and integer work of all."""
-    own = ("gluon", "effective", "tiles") if name == "gluon" else (name,)
-    modules = (
-        importlib.import_module(f"replayssm.ops.kernels.{part}")
-        for part in (*own, "copies", "batch")
-    )
-    return SimpleNamespace(
-        **{key: value for module in modules for key, value in vars(module).items()}
-    )
+def load(name: str) -> Kernels:
+    """The kernels of the lowering of this name, ``gluon`` or ``portable``."""
+    batch, copies, gates = (_file(x) for x in ("batch", "copies", "gates"))
+    every = {
+        "gate": gates.gate, "store": copies.store, "scatter": copies.scatter,
+        "conv_commit": copies.conv_commit, "accept": batch.accept,
+        "commit_indices": batch.commit_indices,
+    }  # fmt: skip
+    if name == "portable":
+        own = _file("portable")
+        return Kernels(own.recur, own.fold, own.recur_tile, own.fold_tile, **every)
+    own, effective, tiles = (_file(x) for x in ("gluon", "effective", "tiles"))
+    return Kernels(
+        own.recur, own.fold, tiles.recur_tile, tiles.fold_tile, **every,
+        effective=effective.effective, effective_tile=tiles.effective_tile,
+        streams=tiles.streams,
+    )  # fmt: skip
+
+
+def _file(name: str) -> ModuleType:
+    return importlib.import_module(f"replayssm.ops.kernels.{name}")

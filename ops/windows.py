@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from . import checks, launch, reference
+from . import checks, debug, reference
+from .launch import Plan, ceil_div, stride
 from .registration import register
+from .window_rule import Windows
 
 
 def gate(
@@ -39,22 +41,29 @@ def gate(
     return _gate(a, b, A_log, dt_bias, lower_bound=lower_bound)
 
 
-def _check_gate(a, b, A_log, dt_bias, *, lower_bound=None):
-    check = checks.Check("gate", a, "a")
-    kda = checks.gates(check, a, b, A_log, dt_bias, "N")
-    check.lower_bound(lower_bound, kda)
+def _check_gate(x):
+    check = checks.Check("gate", x.a, "a")
+    kda = checks.gates(check, x, "N")
+    check.lower_bound(x.lower_bound, kda)
     return check
 
 
-def _fake_gate(a, b, A_log, dt_bias, *, lower_bound=None):
-    return (
-        a.new_empty(a.shape, dtype=torch.float32),
-        b.new_empty(b.shape, dtype=torch.float32),
-    )
-
-
-def _arrange_gate(a, b, A_log, dt_bias, *, lower_bound=None):
-    return (a, b, A_log, dt_bias), (lower_bound,)
+def _plan_gate(kernels, x):
+    kda, elements, block = x.a.dim() == 3, x.a.numel(), 256
+    return Plan(
+        kernels.gate,
+        (ceil_div(elements, block), 1, 1),
+        (
+            0.0 if x.lower_bound is None else x.lower_bound, elements,
+            x.a.stride(0), x.a.stride(1), x.b.stride(0), x.b.stride(1), x.A_log.stride(0),
+            x.dt_bias.stride(0), stride(x.dt_bias, 1),
+        ),
+        {
+            "HV": x.a.shape[1], "K": x.a.shape[2] if kda else 1,
+            "SAFE": x.lower_bound is not None, "BLOCK": block,
+        },
+        4,
+    )  # fmt: skip
 
 
 _gate = register(
@@ -62,9 +71,8 @@ _gate = register(
     "float? lower_bound=None) -> (Tensor g, Tensor beta)",
     check=_check_gate,
     cpu=reference.gate,
-    arrange=_arrange_gate,
-    plan=launch.gate,
-    fake=_fake_gate,
+    plan=_plan_gate,
+    outputs=lambda x: ((x.a.shape, torch.float32), (x.b.shape, torch.float32)),
 )
 
 
@@ -109,32 +117,48 @@ def store(
     )  # fmt: skip
 
 
-def _check_store(
-    k, v, g, beta, k_window, v_window, g_window, beta_window, window_indices,
-    cu_seqlens=None,
-):  # fmt: skip
-    check = checks.Check("store", k, "k")
-    checks.projections(check, None, k, v, "N")
-    kda = checks.is_kda(check, "g", g, "N HV", "N HV K")
-    check.tensor("g", g, "N HV K" if kda else "N HV", checks.GATE, dense=int(kda))
-    check.tensor("beta", beta, "N HV", checks.GATE)
+def _check_store(x):
+    check = checks.Check("store", x.k, "k")
+    checks.projections(check, None, x.k, x.v, "N")
+    kda = checks.is_kda(check, "g", x.g, "N HV", "N HV K")
+    check.tensor("g", x.g, "N HV K" if kda else "N HV", checks.GATE, dense=int(kda))
+    check.tensor("beta", x.beta, "N HV", checks.GATE)
     checks.windows(
-        check, k_window, v_window, g_window, beta_window,
-        kda=kda, dtype=(k.dtype,), of=" like k", written=True,
-    )  # fmt: skip
-    check.index("window_indices", window_indices, "B")
-    check.rows(cu_seqlens)
+        check, Windows.of(x), kda=kda, dtype=(x.k.dtype,), of=" like k", written=True
+    )
+    check.index("window_indices", x.window_indices, "B")
+    check.rows(x.cu_seqlens)
     return check
 
 
-def _arrange_store(
-    k, v, g, beta, k_window, v_window, g_window, beta_window, window_indices,
-    cu_seqlens=None,
-):  # fmt: skip
-    return (
-        k, v, g, beta, k_window, v_window, g_window, beta_window, window_indices,
-        cu_seqlens,
-    ), ()  # fmt: skip
+def _rules_store(x, sizes):
+    named = x.window_indices.long()
+    yield from debug.offsets(x.cu_seqlens, sizes["N"])
+    yield from debug.rows("window_indices", named, sizes["R"])
+    yield from debug.stored_rows("window_indices", named, x.cu_seqlens, sizes["T"])
+
+
+def _plan_store(kernels, x):
+    (tokens, H, K), (HV, V) = x.k.shape, x.v.shape[1:]
+    windows, batch = Windows.of(x), x.window_indices.shape[0]
+    ragged = x.cu_seqlens is not None
+    length = tokens // batch if batch and not ragged else 0
+    span = windows.capacity if ragged else length
+    return Plan(
+        kernels.store,
+        (span * HV * batch, 1, 1),
+        (
+            span, tokens, length, windows.rows, windows.capacity,
+            *(step for value in (x.k, x.v, x.g, x.beta) for step in value.stride()[:2]),
+            *(stride(window) for window in windows),
+            x.window_indices.stride(0), stride(x.cu_seqlens),
+        ),
+        {
+            "H": H, "HV": HV, "K": K, "V": V, "KDA": x.g.dim() == 3,
+            "BK": 1 << (K - 1).bit_length(), "BV": 1 << (V - 1).bit_length(),
+        },
+        1,
+    )  # fmt: skip
 
 
 _store = register(
@@ -143,6 +167,6 @@ _store = register(
     "Tensor window_indices, Tensor? cu_seqlens=None) -> ()",
     check=_check_store,
     cpu=reference.store,
-    arrange=_arrange_store,
-    plan=launch.store,
+    plan=_plan_store,
+    rules=_rules_store,
 )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .step import clamped
+from .step import clamped, outside, row_of
 
 
 @triton.jit(do_not_specialize=["span", "N", "D", "R", "T", "wi_s", "cu_s"])
@@ -26,7 +26,7 @@ def store(
         start = i_b * D
         n = D
     row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
-    if (row < 0) | (row >= R) | (t >= n):
+    if outside(row, R) | (t >= n):
         return
     token = (start + t).to(tl.int64)
     o_k = tl.arange(0, BK)
@@ -117,10 +117,8 @@ def conv_commit(
     i_group = tl.program_id(2)
     slot = tl.load(state_indices + i_b * si_s).to(tl.int64)
     n = tl.minimum(tl.load(accept_lens + i_b * al_s).to(tl.int64), D)
-    row = slot
-    if window_indices is not None:
-        row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
-    if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
+    row = row_of(slot, window_indices, i_b * wi_s)
+    if outside(slot, S) | (row < 0) | (row >= R) | (n <= 0):
         return
     track_slot = tl.full([], -1, tl.int64)
     track_n = tl.full([], 0, tl.int64)

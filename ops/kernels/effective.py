@@ -21,7 +21,6 @@ from .chunks import (
     as_tile,
     barrier,
     chunk_buffers,
-    get_chunks,
     load_chunks,
     put,
     put_chunks,
@@ -31,14 +30,26 @@ from .chunks import (
     value_layout,
     zero_tokens,
 )
+from .grams import (
+    dot_operands,
+    gram_layout,
+    grams,
+    halves,
+    multiply_add,
+    put_rows,
+    queries,
+    solve,
+    times,
+)
 from .step import (
     decay_rate,
-    dot_rows,
-    exp,
+    decays,
     fp32_rows,
     inverse_norm,
-    less,
-    log_decay,
+    log_decays,
+    outside,
+    row_of,
+    rows_stored,
     sigmoid,
 )
 
@@ -53,18 +64,37 @@ def _output_layout(BV, NW):
 
 
 @gluon.jit
-def _halves(x):
-    """fp32 x as a sum of two tf32 numbers, the second cut by the tensor core."""
-    high = (x.to(gl.int32, bitcast=True) & -8192).to(gl.float32, bitcast=True)
-    return high, x - high
+def _copy_state(p_state, BV: gl.constexpr, K: gl.constexpr):
+    """Start the copy of rows of the state into shared memory, in chunks; p_state [BV, 32]."""
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    s_h = ()
+    for c in gl.static_range(K // 32):
+        chunk = gl.allocate_shared_memory(gl.float32, [BV, 32], SHARED)
+        _copy(chunk, p_state + c * 32)
+        s_h = s_h + (chunk,)
+    async_copy.commit_group()
+    return s_h
 
 
 @gluon.jit
-def _multiply_add(x_high, x_low, y_high, y_low, high, left, right):
-    high = mma_v2(x_high, y_high, high, input_precision="tf32")
-    left = mma_v2(x_low, y_high, left, input_precision="tf32")
-    right = mma_v2(x_high, y_low, right, input_precision="tf32")
-    return high, left, right
+def _outputs(
+    b_x, s_n, s_h, s_q, BV: gl.constexpr, TB: gl.constexpr, TX: gl.constexpr,
+    M: gl.constexpr,
+):  # fmt: skip
+    """O [BV, TB] = V N + S Q~."""
+    X: gl.constexpr = gl.DotOperandLayout(0, M, 1)
+    Y: gl.constexpr = gl.DotOperandLayout(1, M, 1)
+    # Three chains of products instead of one three times as long.
+    high = gl.zeros([BV, TB], gl.float32, layout=M)
+    left, right = high, high
+    x_high, x_low = halves(b_x.to(gl.float32))
+    y_high, y_low = halves(s_n.slice(TX - TB, TB, dim=0).permute((1, 0)).load(Y))
+    high, left, right = multiply_add(x_high, x_low, y_high, y_low, high, left, right)
+    for c in gl.static_range(len(s_h)):
+        x_high, x_low = halves(s_h[c].load(X))
+        y_high, y_low = halves(s_q[c].slice(TX - TB, TB, dim=0).permute((1, 0)).load(Y))
+        high, left, right = multiply_add(x_high, x_low, y_high, y_low, high, left, right)
+    return high + (left + right)
 
 
 @gluon.jit(do_not_specialize=["B", "N", "D", "S", "R", "T", "si_s", "cu_s", "wi_s"])
@@ -83,18 +113,10 @@ def effective(
     P: gl.constexpr = gl.BlockedLayout([1, TB // 4], [TB // 4, 128 // TB], [NW, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, P)
     PV: gl.constexpr = value_layout(BV, NW)
+    PS: gl.constexpr = token_layout(NW)
     PO: gl.constexpr = _output_layout(BV, NW)
     M: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
     X: gl.constexpr = gl.DotOperandLayout(0, M, 1)
-    Y: gl.constexpr = gl.DotOperandLayout(1, M, 1)
-    MQ: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, NW], [16, 8])
-    XQ: gl.constexpr = gl.DotOperandLayout(0, MQ, 1)
-    YQ: gl.constexpr = gl.DotOperandLayout(1, MQ, 1)
-    MG: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, NW // 2], [16, 8])
-    XG: gl.constexpr = gl.DotOperandLayout(0, MG, 4)
-    YG: gl.constexpr = gl.DotOperandLayout(1, MG, 4)
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    SINGLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # 16-bit keys and queries as they are: the tensor core's products are exact.
     GRAM: gl.constexpr = (not KDA) and q.dtype.element_ty.primitive_bitwidth == 16
     TX: gl.constexpr = 16  # the least depth of a product; TB is 8 or 16
@@ -107,9 +129,7 @@ def effective(
     i_h = i_hv // (HV // H)
     start = i_b * D
     slot = gl.load(state_indices + i_b * si_s).to(gl.int64)
-    row = slot
-    if window_indices is not None:
-        row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
+    row = row_of(slot, window_indices, i_b * wi_s)
 
     # The tokens before the state: their arithmetic hides its way here.
     o_pk = gl.arange(0, 32, layout=gl.SliceLayout(0, P))
@@ -142,39 +162,23 @@ def effective(
     p_x = v + ((start + o_xt).to(gl.int64) * v_n + i_hv * v_h)[None, :] + o_xv[:, None]
     b_x = gl.load(p_x, mask=(o_xt < D)[None, :], other=0.0)
     if GRAM:
-        o_xr = gl.arange(0, 2 * TB, layout=gl.SliceLayout(1, XG))
-        o_xk = gl.arange(0, 32, layout=gl.SliceLayout(0, XG))
-        o_yt = gl.arange(0, TB, layout=gl.SliceLayout(0, YG))
-        o_yk = gl.arange(0, 32, layout=gl.SliceLayout(1, YG))
-        xr = (start + o_xr % TB).to(gl.int64)
-        p_xr = gl.where(o_xr < TB, p_k + xr * k_n, p_q + xr * q_n)[:, None] + o_xk[None, :]
-        p_yk = (p_k + (start + o_yt).to(gl.int64) * k_n)[None, :] + o_yk[:, None]
-        b_xr = ()
-        b_yk = ()
-        for c in gl.static_range(KC):
-            x_c = gl.load(p_xr + c * 32, mask=(o_xr % TB < D)[:, None], other=0.0)
-            y_c = gl.load(p_yk + c * 32, mask=(o_yt < D)[None, :], other=0.0)
-            b_xr = b_xr + (x_c,)
-            b_yk = b_yk + (y_c,)
+        b_xr, b_yk = dot_operands(p_k, p_q, k_n, q_n, start, D, TB, K, NW)
 
-    if (slot < 0) | (slot >= S):
+    if outside(slot, S):
         o_z = i_v * BV + gl.arange(0, BV, layout=ROW)
         zero_tokens(o, start, start + D, i_hv, o_z, o_z < V, HV, V)
         return
-    o_sv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, token_layout(NW)))
-    o_sk = gl.arange(0, 32, layout=gl.SliceLayout(0, token_layout(NW)))
+    o_sv = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, PS))
+    o_sk = gl.arange(0, 32, layout=gl.SliceLayout(0, PS))
     p_state = (state + slot * state_s + (i_hv * V + o_sv) * K)[:, None] + o_sk[None, :]
-    s_h = ()
-    for c in gl.static_range(KC):
-        chunk = gl.allocate_shared_memory(gl.float32, [BV, 32], SHARED)
-        _copy(chunk, p_state + c * 32)
-        s_h = s_h + (chunk,)
-    async_copy.commit_group()
+    s_h = _copy_state(p_state, BV, K)
 
     # s_r: keys, later e^(G_i) k_i. A window of 8 tokens leaves rows 8 to 15: KDA's decays
     # lie there, later every variant's queries.
     s_r = chunk_buffers(KC, TX, 32)
     s_beta = row_buffer(TB, 1)
+    s_inverse = s_beta
+    s_dot = s_beta
     w_k = fp32_rows(b_k)
     w_q = fp32_rows(b_q)
     inverse_k = gl.full([TB], 1.0, gl.float32, layout=ROW)
@@ -182,106 +186,50 @@ def effective(
     if L2NORM:
         inverse_k = inverse_norm(w_k)
         inverse_q = inverse_norm(w_q) * scale
-    w_k = _times(w_k, (inverse_k[:, None],))
-    w_q = _times(w_q, (inverse_q[:, None],))
+    w_k = times(w_k, (inverse_k[:, None],))
+    w_q = times(w_q, (inverse_q[:, None],))
     if GRAM:
         s_inverse = row_buffer(TB, 1)
         put(s_inverse, inverse_k[:, None])
         s_dot = row_buffer(TB, 2 * TB)
-        dots = gl.zeros([2 * TB, TB], gl.float32, layout=MG)
+        dots = gl.zeros([2 * TB, TB], gl.float32, layout=gram_layout(NW))
         for c in gl.static_range(KC):
             dots = mma_v2(b_xr[c], b_yk[c], dots)
         as_tile(s_dot, [TB, 2 * TB]).permute((1, 0)).store(dots)
     else:
-        _put_rows(s_r, w_k, 0, TB, TX)
+        put_rows(s_r, w_k, 0, TB, TX)
     beta = sigmoid(b_b.to(gl.float32))
     put(s_beta, beta[:, None])
-    rate = decay_rate(b_A)
-    b_g = ()
-    decays = ()
-    for c in gl.static_range(len(b_a)):
-        g_c = log_decay(b_a[c], b_dt[c], rate, lower_bound, SAFE)
-        b_g = b_g + (g_c,)
-        decays = decays + (exp(g_c),)
+    b_g = log_decays(b_a, b_dt, decay_rate(b_A), lower_bound, SAFE)
+    b_decay = decays(b_g)
+    first: gl.constexpr = TB if KDA and TB < TX else 0
     if not KDA:
-        first: gl.constexpr = 0
         s_decay = (row_buffer(TB, 1),)
-        put(s_decay[0], decays[0])
+        put(s_decay[0], b_decay[0])
     elif TB < TX:
-        first: gl.constexpr = TB
         s_decay = s_r
-        _put_rows(s_r, decays, TB, TB, TX)
+        put_rows(s_r, b_decay, TB, TB, TX)
     else:
-        first: gl.constexpr = 0
         s_decay = chunk_buffers(KC, TB, 32)
-        put_chunks(s_decay, decays)
+        put_chunks(s_decay, b_decay)
 
-    # gram[t, i] is beta_t A[i, t], m[TB - 1 - i] the row i of M.
-    o_pc = gl.arange(0, TX, layout=gl.SliceLayout(0, P))
-    gram = gl.zeros([TB, TX], gl.float32, layout=P)
-    fade = gl.full([TB], 1.0, gl.float32, layout=ROW)
-    m = ()
-    for i in gl.static_range(TB - 1, -1, -1):
-        if i < TB - 1:  # row t, or its factor, loses the decays of i + 1 .. t
-            if KDA:
-                decay = get_chunks(s_decay, first + i + 1, P)
-                w_k = _fade(w_k, decay, (o_t > i)[:, None])
-                w_q = _fade(w_q, decay, (o_t > i)[:, None])
-            else:
-                decay = s_decay[0].index(i + 1).load(ROW)
-                fade = fade * gl.where(o_t > i, decay, 1.0)
-        if GRAM:
-            norm = s_inverse.index(i).load(ROW) * fade
-            dot_k = s_dot.index(i).slice(0, TB).load(ROW) * (norm * inverse_k)
-            dot_q = s_dot.index(i).slice(TB, TB).load(ROW) * (norm * inverse_q)
-        else:
-            k_i = get_chunks(s_r, i, P)
-            dot_k = dot_rows(w_k, k_i) * fade
-            dot_q = dot_rows(w_q, k_i) * fade  # of KDA all ones: w has faded
-        dot_k = gl.where(o_t > i, dot_k * beta, 0.0)
-        gram = gl.where((o_pc == i)[None, :], dot_k[:, None], gram)
-        m = m + (gl.where(o_t >= i, dot_q, 0.0),)
-    if KDA:
-        decay = get_chunks(s_decay, first, P)
-    else:
-        decay = ((fade * s_decay[0].index(0).load(ROW))[:, None],)
-    w_k = _times(w_k, decay)
-    w_q = _times(w_q, decay)
+    gram, m, w_k, w_q = grams(
+        w_k, w_q, inverse_k, inverse_q, beta, s_r, s_inverse, s_dot, s_decay, first, o_t,
+        TB, TX, KDA, GRAM, P,
+    )  # fmt: skip
     s_gram = row_buffer(TB, TX)
     put(s_gram, gram)
-    _put_rows(s_r, w_k, 0, TB, TX)
+    put_rows(s_r, w_k, 0, TB, TX)
     if TB < TX:
-        _put_rows(s_r, w_q, TB, TB, TX)
-
-    # (I + A diag(beta)) x = M from the last row up.
-    x = ()
-    for i in gl.static_range(TB - 1, -1, -1):
-        x_i = m[TB - 1 - i]
-        for j in gl.static_range(TB - 1, i, -1):
-            x_i = less(x_i, s_gram.index(j).slice(i, 1).load(ROW), x[TB - 1 - j])
-        x = x + (x_i,)
-    weights = gl.zeros([TB, TX], gl.float32, layout=P)
-    for i in gl.static_range(TB):
-        n_i = x[TB - 1 - i] * s_beta.index(i).load(ROW)
-        weights = gl.where((o_pc == i)[None, :], n_i[:, None], weights)
+        put_rows(s_r, w_q, TB, TB, TX)
+    weights = solve(m, s_gram, s_beta, TB, TX, P)
     # Of 8 tokens' window in the last rows, where its queries are; the rest is ignored.
+    SINGLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     s_n = gl.allocate_shared_memory(gl.float32, [TX, TX], SINGLE)
     s_n.slice(TX - TB, TB, dim=0).store(weights)
-    x_high, x_low = _halves(s_n.load(XQ))
-    s_q = ()
-    for c in gl.static_range(KC):
-        rows = as_tile(s_r[c], [TX, 32])
-        y_high, y_low = _halves(rows.load(YQ))
-        b_c = gl.zeros([TX, 32], gl.float32, layout=MQ)
-        b_c, left, right = _multiply_add(x_high, x_low, y_high, y_low, b_c, b_c, b_c)
-        if TB < TX:
-            q_c = rows.load(MQ)
-        else:
-            q_c = gl.convert_layout(w_q[c], MQ)
-        q_c = q_c - (b_c + (left + right))
-        s_q = s_q + (gl.allocate_shared_memory(gl.float32, [TX, 32], SHARED, q_c),)
+    s_q = queries(s_n, s_r, w_q, TB, TX, NW)
 
-    stored = gl.where((row >= 0) & (row < R), gl.minimum(D, T), 0)
+    stored = rows_stored(row, D, R, T)
     store_window(
         k_window, v_window, g_window, beta_window, row, stored, 0, T,
         kw_s, vw_s, gw_s, bw_s, b_k, b_v, b_g, beta,
@@ -290,43 +238,8 @@ def effective(
 
     async_copy.wait_group(0)
     barrier()
-    # Three chains of products instead of one three times as long.
-    high = gl.zeros([BV, TB], gl.float32, layout=M)
-    left, right = high, high
-    x_high, x_low = _halves(b_x.to(gl.float32))
-    y_high, y_low = _halves(s_n.slice(TX - TB, TB, dim=0).permute((1, 0)).load(Y))
-    high, left, right = _multiply_add(x_high, x_low, y_high, y_low, high, left, right)
-    for c in gl.static_range(KC):
-        x_high, x_low = _halves(s_h[c].load(X))
-        y_high, y_low = _halves(s_q[c].slice(TX - TB, TB, dim=0).permute((1, 0)).load(Y))
-        high, left, right = _multiply_add(x_high, x_low, y_high, y_low, high, left, right)
-    acc = gl.convert_layout(high + (left + right), PO)
+    acc = gl.convert_layout(_outputs(b_x, s_n, s_h, s_q, BV, TB, TX, M), PO)
     o_ov = i_v * BV + gl.arange(0, BV, layout=gl.SliceLayout(1, PO))
     o_ot = gl.arange(0, TB, layout=gl.SliceLayout(0, PO))
     p_o = o + (((start + o_ot).to(gl.int64) * HV + i_hv) * V)[None, :] + o_ov[:, None]
     gl.store(p_o, acc.to(o.dtype.element_ty), mask=(o_ot < D)[None, :])
-
-
-@gluon.jit
-def _put_rows(rows, tiles, first: gl.constexpr, TB: gl.constexpr, TX: gl.constexpr):
-    """Store chunks [TB, 32] into rows ``first`` .. of TX."""
-    for c in gl.static_range(len(tiles)):
-        as_tile(rows[c], [TX, 32]).slice(first, TB, dim=0).store(tiles[c])
-
-
-@gluon.jit
-def _times(w, factor):
-    """Chunks of w times a factor, one chunk or as many."""
-    out = ()
-    for c in gl.static_range(len(w)):
-        out = out + (w[c] * factor[c % len(factor)],)
-    return out
-
-
-@gluon.jit
-def _fade(w, decay, mask):
-    """Chunks of w times as many of decay, where mask [rows, 1] holds."""
-    out = ()
-    for c in gl.static_range(len(w)):
-        out = out + (w[c] * gl.where(mask, decay[c], 1.0),)
-    return out

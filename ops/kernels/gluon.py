@@ -35,8 +35,12 @@ from .step import (
     decay_rate,
     decays,
     dot_rows,
-    log_decay,
+    log_decays,
     normalized,
+    outside,
+    row_of,
+    rows_read,
+    rows_stored,
     sigmoid,
 )
 
@@ -134,9 +138,7 @@ def recur(
         start = i_b * D
         n = D
     slot = gl.load(state_indices + i_b * si_s).to(gl.int64)
-    row = slot
-    if window_indices is not None:
-        row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
+    row = row_of(slot, window_indices, i_b * wi_s)
     b_A = gl.load(A_log + i_hv * A_s)
     o_k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
     o_t = gl.arange(0, TB, layout=gl.SliceLayout(1, P))
@@ -150,7 +152,7 @@ def recur(
         p_k, p_q, p_v, p_a, p_b, p_dt, k_n, q_n, v_n, a_n, b_n, dt_k,
         start, n, o_t, o_pk, o_vt, o_pv, K, V, KDA,
     )  # fmt: skip
-    if (slot < 0) | (slot >= S):
+    if outside(slot, S):
         zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
         return
     p_state = state + slot * state_s + (i_hv * V + o_v) * K
@@ -162,7 +164,7 @@ def recur(
     s_v = row_buffer(TB, BV)
     s_beta = row_buffer(TB, 1)
     rate = decay_rate(b_A)
-    stored = gl.where((row >= 0) & (row < R), gl.minimum(n, T), 0)
+    stored = rows_stored(row, n, R, T)
     # A token's output beside the next one's step: their sums hide each other's way. Twice
     # the code, for two blocks, of 128 numbers a thread would spill.
     ROTATE: gl.constexpr = ONE or BV * K <= 64 * 32 * NW
@@ -179,9 +181,7 @@ def recur(
                 tokens = ahead
             b_k, b_q, b_v, b_a, b_b, b_dt = tokens
             beta = sigmoid(b_b.to(gl.float32))
-            b_g = ()
-            for c in gl.static_range(len(b_a)):
-                b_g = b_g + (log_decay(b_a[c], b_dt[c], rate, lower_bound, SAFE),)
+            b_g = log_decays(b_a, b_dt, rate, lower_bound, SAFE)
             if k_window is not None:
                 store_window(
                     k_window, v_window, g_window, beta_window, row, stored, t0, T,
@@ -227,6 +227,11 @@ def fold(
     KDA: gl.constexpr, L2NORM: gl.constexpr,
     BV: gl.constexpr, TB: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
+    """Replay the accepted rows of one head of one request of one layer into its state.
+
+    A program owns BV rows of the state, and walks the window's rows by the step that
+    verify and decode take, TB of them staged at a time.
+    """
     L: gl.constexpr = state_layout(BV, NW)
     P: gl.constexpr = token_layout(NW)
     PV: gl.constexpr = value_layout(BV, NW)
@@ -241,11 +246,9 @@ def fold(
     i_l = (pid // (NV * HV) // B).to(gl.int64)
     i_h = i_hv // (HV // H)
     slot = gl.load(state_indices + i_b * si_s).to(gl.int64)
-    row = slot
-    if window_indices is not None:
-        row = gl.load(window_indices + i_b * wi_s).to(gl.int64)
-    n = gl.maximum(gl.minimum(gl.load(accept_lens + i_b * ac_s), T), 0).to(gl.int32)
-    if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
+    row = row_of(slot, window_indices, i_b * wi_s)
+    n = rows_read(accept_lens + i_b * ac_s, T)
+    if outside(slot, S) | outside(row, R) | (n <= 0):
         return
     o_v = i_v * BV + gl.arange(0, BV, layout=LV)
     mask_v = o_v < V
@@ -296,24 +299,3 @@ def fold(
                 if t0 + t == track_t:
                     store_state(p_layer + track * state_s, o_k, mask_v, h, L, K)
     store_state(p_layer + slot * state_s, o_k, mask_v, h, L, K)
-
-
-@gluon.jit(do_not_specialize=["elements"])
-def gate(
-    a, b, A_log, dt_bias, g, beta, lower_bound, elements,
-    a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
-    HV: gl.constexpr, K: gl.constexpr, SAFE: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    o = gl.program_id(0).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, layout=layout)
-    mask = o < elements
-    i_k = o % K
-    i_hv = (o // K) % HV
-    token = o // (K * HV)
-    rate = decay_rate(gl.load(A_log + i_hv * A_s, mask=mask, other=0.0))
-    x = gl.load(a + token * a_n + i_hv * a_h + i_k, mask=mask, other=0.0)
-    dt = gl.load(dt_bias + i_hv * dt_h + i_k * dt_k, mask=mask, other=0.0)
-    gl.store(g + o, log_decay(x, dt, rate, lower_bound, SAFE), mask=mask)
-    first = mask & (i_k == 0)
-    b_b = gl.load(b + token * b_n + i_hv * b_h, mask=first, other=0.0)
-    gl.store(beta + token * HV + i_hv, sigmoid(b_b.to(gl.float32)), mask=first)

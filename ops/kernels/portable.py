@@ -17,6 +17,10 @@ from .step import (
     dot_rows,
     log_decay,
     normalized,
+    outside,
+    row_of,
+    rows_read,
+    rows_stored,
     sigmoid,
 )
 
@@ -70,7 +74,6 @@ def recur(
 ):  # fmt: skip
     """verify writes windows; decode, whose windows are None, writes the state."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    KC: tl.constexpr = (K + 31) // 32
     pid = tl.program_id(0)
     i_v = pid % NV
     i_hv = (pid // NV) % HV
@@ -91,7 +94,7 @@ def recur(
         start = i_b * D
         n = D
     slot = tl.load(state_indices + i_b * si_s).to(tl.int64)
-    if (slot < 0) | (slot >= S):
+    if outside(slot, S):
         _zero_tokens(o, start, start + n, i_hv, o_v, mask_v, HV, V)
         return
     o_k = tl.arange(0, 32)
@@ -100,10 +103,8 @@ def recur(
     h = _load_state(p_state, o_k, mask_v, K)
     rate = decay_rate(tl.load(A_log + i_hv * A_s))
     if k_window is not None:
-        row = slot
-        if window_indices is not None:
-            row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
-        stored = tl.where((row >= 0) & (row < R), tl.minimum(n, T), 0)
+        row = row_of(slot, window_indices, i_b * wi_s)
+        stored = rows_stored(row, n, R, T)
 
     for t in range(0, n):
         token = (start + t + one).to(tl.int64)
@@ -116,7 +117,7 @@ def recur(
         if KDA:
             b_a = _load_chunks(a + token * a_n + i_hv * a_h, o_k, live, K)
             b_g = ()
-            for c in tl.static_range(KC):
+            for c in tl.static_range((K + 31) // 32):
                 dt = tl.load(
                     dt_bias + i_hv * dt_h + (c * 32 + o_k) * dt_k,
                     mask=c * 32 + o_k < K, other=0.0,
@@ -159,6 +160,7 @@ def fold(
     KDA: tl.constexpr, L2NORM: tl.constexpr,
     BV: tl.constexpr, TB: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
+    """Replay the accepted rows of one head of one request of one layer into its state."""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     i_v = pid % NV
@@ -167,11 +169,9 @@ def fold(
     i_l = (pid // (NV * HV) // B).to(tl.int64)
     i_h = i_hv // (HV // H)
     slot = tl.load(state_indices + i_b * si_s).to(tl.int64)
-    row = slot
-    if window_indices is not None:
-        row = tl.load(window_indices + i_b * wi_s).to(tl.int64)
-    n = tl.maximum(tl.minimum(tl.load(accept_lens + i_b * ac_s), T), 0).to(tl.int32)
-    if (slot < 0) | (slot >= S) | (row < 0) | (row >= R) | (n <= 0):
+    row = row_of(slot, window_indices, i_b * wi_s)
+    n = rows_read(accept_lens + i_b * ac_s, T)
+    if outside(slot, S) | outside(row, R) | (n <= 0):
         return
     o_v = i_v * BV + tl.arange(0, BV)
     mask_v = o_v < V
@@ -204,26 +204,6 @@ def fold(
             if t == track_t:
                 _store_chunks(p_layer + track * state_s, o_k, mask_v, h, K, 4)
     _store_chunks(p_layer + slot * state_s, o_k, mask_v, h, K, 4)
-
-
-@triton.jit(do_not_specialize=["elements"])
-def gate(
-    a, b, A_log, dt_bias, g, beta, lower_bound, elements,
-    a_n, a_h, b_n, b_h, A_s, dt_h, dt_k,
-    HV: tl.constexpr, K: tl.constexpr, SAFE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = o < elements
-    i_k = o % K
-    i_hv = (o // K) % HV
-    token = o // (K * HV)
-    rate = decay_rate(tl.load(A_log + i_hv * A_s, mask=mask, other=0.0))
-    x = tl.load(a + token * a_n + i_hv * a_h + i_k, mask=mask, other=0.0)
-    dt = tl.load(dt_bias + i_hv * dt_h + i_k * dt_k, mask=mask, other=0.0)
-    tl.store(g + o, log_decay(x, dt, rate, lower_bound, SAFE), mask=mask)
-    first = mask & (i_k == 0)
-    b_b = tl.load(b + token * b_n + i_hv * b_h, mask=first, other=0.0)
-    tl.store(beta + token * HV + i_hv, sigmoid(b_b.to(tl.float32)), mask=first)
 
 
 def recur_tile(

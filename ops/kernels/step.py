@@ -1,4 +1,4 @@
-"""The one recurrence step and its gates, shared by verify, fold and decode.
+"""The one recurrence step, its gates and the window rule, shared by all kernels.
 
 Plain Triton, so that both lowerings trace the very same operations: Gluon kernels
 call these functions too. Everything that decides bits is here and is explicit:
@@ -21,6 +21,33 @@ import triton.language as tl
 def clamped(p, N):
     """The token offset at p, within 0 .. N: before it is narrowed, or int64 would wrap."""
     return tl.minimum(tl.maximum(tl.load(p), 0), N).to(tl.int32)
+
+
+@triton.jit
+def outside(index, size):
+    """Whether a slot or a row is none of a pool's."""
+    return (index < 0) | (index >= size)
+
+
+@triton.jit
+def row_of(slot, window_indices, o_b):
+    """The window row of a request: the one at offset o_b, or its slot."""
+    row = slot
+    if window_indices is not None:
+        row = tl.load(window_indices + o_b).to(tl.int64)
+    return row
+
+
+@triton.jit
+def rows_stored(row, n, R, T):
+    """How many of a request's n tokens its window row takes."""
+    return tl.where((row >= 0) & (row < R), tl.minimum(n, T), 0)
+
+
+@triton.jit
+def rows_read(p_len, T):
+    """How many tokens of its row a commit of the length at p_len reads."""
+    return tl.maximum(tl.minimum(tl.load(p_len), T), 0).to(tl.int32)
 
 
 @triton.jit
@@ -80,6 +107,15 @@ def log_decay(a, dt_bias, rate, lower_bound, SAFE: tl.constexpr):
         return lower_bound * sigmoid(rate * x)
     else:
         return (0.0 - rate) * _softplus(x)
+
+
+@triton.jit
+def log_decays(a, dt_bias, rate, lower_bound, SAFE: tl.constexpr):
+    """g of each chunk of the gate's raw inputs."""
+    out = ()
+    for c in tl.static_range(len(a)):
+        out = out + (log_decay(a[c], dt_bias[c], rate, lower_bound, SAFE),)
+    return out
 
 
 @triton.jit
