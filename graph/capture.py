@@ -16,11 +16,11 @@ from .commit import Commit, Committed
 class Captured:
     """One CUDA graph for each bucket, of a function of a ``StaticBatch``.
 
-    The function must be capturable: fixed shapes, no host sync. It is called as
-    ``function(batch)`` and what it returns stays at one address. All graphs share one
-    memory pool, so a result may lie where another bucket's graph works: read it, or queue
-    its reading, before the next replay of any bucket.
-    With ``graphs`` False the function runs eagerly at each replay, on any device.
+    The function is called as ``function(batch)``. It must be capturable: fixed shapes, no
+    host sync. What it returns stays at one address. All graphs share one memory pool, so
+    the next replay of any bucket may overwrite a result: read it before, or queue its
+    reading before. With ``graphs`` False the function runs eagerly at each replay, on any
+    device.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Captured:
     def capture(self) -> None:
         """Capture every bucket, the largest first: smaller ones then reuse its memory.
 
-        Nothing is left to do with ``graphs`` False.
+        With ``graphs`` False this does nothing.
 
         Raises:
-            RuntimeError: ``warmup`` was not called; kernels would compile in the capture.
+            RuntimeError: ``warmup`` was not called, so kernels would compile while capturing.
         """
         if self.eager:
             return
@@ -101,8 +101,8 @@ class Captured:
         """Queue the graph of a bucket whose batch is filled: one launch.
 
         Returns:
-            What the function returned when it was captured, with this replay's values
-            once the device gets there.
+            The tensors that the function returned when it was captured. They hold this
+            replay's values once the device has run it.
 
         Raises:
             RuntimeError: nothing was captured yet.
@@ -117,7 +117,7 @@ class Captured:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collection: a graph among the garbage would end a capture by its own."""
+    """No garbage collection: CUDA ends a capture in which another graph is freed."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -130,7 +130,7 @@ def _uncollected() -> Iterator[None]:
 def window_holds(commit: Commit, choices: Sequence[Bucket], draft: int, owner: str) -> None:
     """Refuse drafts and batches that the commit's pools have no window rows for.
 
-    Rows past a window are verified but not stored: a commit would count, and not fold, them.
+    verify does not store rows past a window: a commit would count them and not fold them.
 
     Raises:
         ValueError: draft is longer than the window, or a bucket wider than the pools.
@@ -201,8 +201,8 @@ class CapturedCommit(Captured):
                 rows' verify_lens and at most N.
 
         Returns:
-            The decision of the b live rows, views of the graph's own memory, see
-            ``Captured``.
+            What was decided for the b live rows: views of the graph's own memory, which
+            the next replay overwrites, see ``Captured``.
 
         Raises:
             ValueError: no bucket is large enough, or the shapes are not these.

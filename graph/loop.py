@@ -34,8 +34,9 @@ class Outputs(NamedTuple):
 class _Step:
     """One step of a loop: verify, commit, stop or go on, draft.
 
-    Apart from the loop, which holds it and the graphs: a cycle of them would leave graphs
-    to the garbage collector, and one collected inside another capture ends that.
+    A class of its own, so that graphs hold no reference to the loop that holds them. In a
+    cycle they would be left to the garbage collector, and CUDA ends a capture in which it
+    frees one.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class _Step:
 class DecodeLoop(Captured):
     """Speculative greedy decoding: verify, commit, stop or go on, draft; N times.
 
-    A step is one graph of all of it, so N steps are N launches and no host sync. A
-    request that meets its end token or its length becomes padding inside the bucket: it
-    reads and writes nothing from then on.
+    One graph holds a whole step, so N steps are N launches and no host sync. A request
+    that reaches its end token or its length becomes padding in its bucket: from then on
+    it reads and writes nothing.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class DecodeLoop(Captured):
             self.replay(choice)
 
     def read(self) -> Outputs:
-        """The live rows' outputs so far: views on the device; reading them is the one sync.
+        """The live rows' outputs so far, as views on the device. Only reading them waits.
 
         Raises:
             RuntimeError: nothing was started.

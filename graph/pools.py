@@ -14,7 +14,7 @@ from .routing import Route
 
 
 class Memory(NamedTuple):
-    """Bytes on one rank. The snapshot path would need the last two instead of the windows."""
+    """Bytes on one rank. The snapshot path needs the last two in place of the windows."""
 
     state: int
     windows: int
@@ -82,12 +82,13 @@ class Pools(torch.nn.Module):
     Buffers, each dense and alone in its storage, none of them in a state_dict:
     state [L, S, HV, V, K] in state_dtype; k_window [L, R, H, T, K] and v_window
     [L, R, HV, T, V] in activation_dtype; g_window [L, R, HV, T] (GDN) or
-    [L, R, HV, T, K] (KDA) and beta_window [L, R, HV, T] fp32; for convolution i,
-    conv_state_i [L, S, C, W-1] and conv_window_i, a sliding buffer of the W-2 newest
-    old inputs and T new ones, [L, R, C, T+W-2], both in activation_dtype. They are
-    buffers because torch.compile's reduce-overhead skips its graph when anything else
-    is mutated. ``.to(device)`` moves them, and so must come before any capture; a cast
-    or another memory format is refused, since it would round the fp32 gates.
+    [L, R, HV, T, K] (KDA) and beta_window [L, R, HV, T] fp32. For convolution i,
+    conv_state_i [L, S, C, W-1] and conv_window_i [L, R, C, T+W-2], both in
+    activation_dtype; a conv window holds the W-2 inputs before a step and its T new ones.
+
+    They are buffers because torch.compile's reduce-overhead makes no graph of a function
+    that mutates anything else. ``.to(device)`` moves them, so it must come before any
+    capture. A cast or another memory format is refused: it would round the fp32 gates.
 
     Args:
         model: the layers, before tensor parallelism. ``pools.model`` is one rank's share.
@@ -97,9 +98,8 @@ class Pools(torch.nn.Module):
         tensor_parallel: ranks that share the heads evenly.
         device: where. CUDA devices are asked for their free memory first.
         channels_last: conv buffers as [.., W-1, C] and [.., T+W-2, C].
-        route: what ``decide`` said of the backend that will use them; None: not asked.
-            Pools are what a commit by folding needs, of the variant that folds and with
-            the window that held the draft.
+        route: what ``decide`` said of the backend that will use them; None: it was not
+            asked. It must be a fold of the model's variant, decided for this window.
 
     Raises:
         ValueError, TypeError: naming the argument, what was wanted and what came;

@@ -145,9 +145,12 @@ def commit_indices(
             A negative one is not tracked.
         req_indices: [B] int32 or int64, each row's request: its place in the maps.
         slot_map: [requests] int32 or int64, the slot of every request.
-        live: [1] int32 or int64 on the device, the rows that are not padding.
+        live: [1] int32 or int64 on the device, the rows that are not padding: for engines
+            that pad a captured batch with the rows of a real request, as SGLang does with
+            request 0. Any large number where padding's requests are out of the map.
         state_indices: [B] int32 or int64, written: the slot of each row.
-        last_steps: [B] int32 or int64, written: accept_lens - 1.
+        last_steps: [B] int32 or int64, written: accept_lens - 1, which ``scatter`` and
+            SGLang's commits take.
         track_indices: [B] int32 or int64, written: the slot of the snapshot; -1 = none.
         track_steps: [B] int32 or int64, written: the step whose state it is, in
             [0, accept_lens); -1 = none.

@@ -43,10 +43,10 @@ from .grams import (
 )
 from .step import (
     decay_rate,
-    decays,
+    exp,
     fp32_rows,
     inverse_norm,
-    log_decays,
+    log_decay,
     outside,
     row_of,
     rows_stored,
@@ -200,8 +200,13 @@ def effective(
         put_rows(s_r, w_k, 0, TB, TX)
     beta = sigmoid(b_b.to(gl.float32))
     put(s_beta, beta[:, None])
-    b_g = log_decays(b_a, b_dt, decay_rate(b_A), lower_bound, SAFE)
-    b_decay = decays(b_g)
+    rate = decay_rate(b_A)
+    b_g = ()
+    b_decay = ()
+    for c in gl.static_range(len(b_a)):
+        g_c = log_decay(b_a[c], b_dt[c], rate, lower_bound, SAFE)
+        b_g = b_g + (g_c,)
+        b_decay = b_decay + (exp(g_c),)
     first: gl.constexpr = TB if KDA and TB < TX else 0
     if not KDA:
         s_decay = (row_buffer(TB, 1),)

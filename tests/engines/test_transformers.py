@@ -239,10 +239,10 @@ def test_what_was_replaced_is_back_afterwards(name):
         assert all(p._forward_hooks for p in hooks)
     assert rules() == before and set(vars(model)) == attributes
     assert not any(p._forward_hooks for p in hooks)
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        model.generate(
-            prompt, prompt_lookup_num_tokens=D, do_sample=False, max_new_tokens=4
-        )
+    # Its own cache then cannot speculate, or from 5.25 on keeps a state for each draft.
+    if not hasattr(DynamicCache, "get_recurrent_states_to_keep"):
+        with pytest.raises(ValueError, match="not supported with stateful models"):
+            model.generate(prompt, prompt_lookup_num_tokens=D, max_new_tokens=4)
 
 
 def test_another_cache_is_the_models_own_while_the_adapter_is_open():

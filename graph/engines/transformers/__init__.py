@@ -1,8 +1,9 @@
 """transformers' own hybrid models (Qwen3-Next, Qwen3.5, Kimi-Linear) on the ops.
 
-transformers cannot take tokens back out of a recurrent state, so ``generate`` refuses to
-speculate with these models. With a ``ReplayCache``, while a ``Replay`` is open, it does.
-transformers itself (5.24 or newer) is imported when one of these names is first used.
+A recurrent state cannot take tokens back: ``generate`` of transformers 5.24 refuses to
+speculate with these models, and that of 5.25 keeps a state for every draft token. With a
+``ReplayCache``, while a ``Replay`` is open, it speculates with one state and a window of
+inputs. transformers itself is imported when one of these names is first used.
 
 Example (a tiny model with random weights; a real one comes by ``from_pretrained``):
 

@@ -113,7 +113,7 @@ class ReplayLayer(LinearAttentionLayer):
     def is_croppable(self) -> bool:
         return self.cache.croppable
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, **options: object) -> None:
         """Nothing to record: a window holds the inputs that `crop` commits."""
 
     def update_conv_state(
@@ -199,6 +199,11 @@ class ReplayCache(DynamicCache):
             self.layers[place] = ReplayLayer(self, mixer, index)
         self.live, self.croppable, self.drafted = False, False, 0
         self.commits: list[tuple[int, int]] = []
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of each prompt; the linear layers do not count them (transformers 5.25's do)."""
+        attention = (x for x in self.layers if not isinstance(x, ReplayLayer))
+        return next(attention).get_seq_length()
 
     def hand_off(self) -> None:
         """The prompt's final states, [B, HV, K, V] a layer, and conv inputs into the pools."""
