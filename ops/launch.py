@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from . import select
 
@@ -72,26 +73,31 @@ class Plan(NamedTuple):
 class Op(NamedTuple):
     """What a launch needs of an op, see ``registration.register``.
 
-    tensors: how many of its arguments, the first ones, are tensors or lists of tensors.
+    bind makes a call's arguments x; places and defaults are what it knows, by name and by
+    place. tensors: how many arguments, the first ones, are tensors or lists of tensors.
     """
 
     bind: Callable[..., Any]
+    places: dict[str, int]
+    defaults: tuple
     check: Callable[[Any], object]
     plan: Callable[[Any, Any], Plan]
     outputs: Callable[[Any], Sequence[Output]]
     tensors: int
+    lists: bool
 
-    def split(self, x: tuple) -> tuple[list[Tensor | None], tuple]:
-        """A call's tensors, lists flattened; its other arguments, and each list's length."""
+    def flat(self, values: Sequence, lengths: list) -> Sequence[Tensor | None]:
+        """The tensors among the first arguments; of lists the length is added to lengths."""
+        if not self.lists:
+            return values
         tensors: list[Tensor | None] = []
-        rest = x[self.tensors :]
-        for value in x[: self.tensors]:
-            if value.__class__ is list:
+        for value in values:
+            if isinstance(value, list):
                 tensors.extend(value)
-                rest = (*rest, len(value))
+                lengths.append(len(value))
             else:
                 tensors.append(value)
-        return tensors, rest
+        return tensors
 
 
 def allocate(outputs: Sequence[Output], empty: Callable[..., Tensor]) -> list[Tensor]:
@@ -106,58 +112,75 @@ def returned(outputs: list[Tensor]) -> Any:
 
 
 def launcher(op: Op) -> Callable:
-    """The CUDA kernel of an op."""
-    plans: dict[tuple, tuple[Plan, Sequence[Output], tuple, Any]] = {}
+    """The CUDA kernel of an op: every microsecond here is one of the host's, per call."""
+    plans: dict[tuple, tuple[Sequence[Output], tuple | None, tuple, Any]] = {}
+    count, places, defaults = op.tensors, op.places, op.defaults
 
     def call(*args, **kwargs):
-        x = op.bind(*args, **kwargs)
-        tensors, rest = op.split(x)
+        # What op.bind does, without a named tuple.
+        values = [*args, *defaults[len(args) :]]
+        for name in kwargs:
+            values[places[name]] = kwargs[name]
         pointers: list[int | None] = []
-        metadata: list[Any] = [rest]
-        for tensor in tensors:
+        metadata: list[Any] = values[count:]
+        first = None
+        for tensor in op.flat(values[:count], metadata):
             if tensor is None:
                 pointers.append(None)
                 metadata.append(None)
-            else:
-                pointer = tensor.data_ptr()
-                pointers.append(pointer)
-                # Alignment is part of what triton compiled for.
-                metadata.append(
-                    (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(),
-                     pointer & 15 == 0)
-                )  # fmt: skip
+                continue
+            first = tensor if first is None else first
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            # Alignment is part of what triton compiled for.
+            metadata.append(
+                (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(),
+                 pointer & 15 == 0)
+            )  # fmt: skip
         key = tuple(metadata)
         known = plans.get(key)
-        if known is None or _differentiable(tensors):
-            op.check(x)
-        index = tensors[0].get_device()
+        if known is None or (torch.is_grad_enabled() and _differentiable(values[:count])):
+            op.check(op.bind(*args, **kwargs))
+        index = first.get_device()
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 return call(*args, **kwargs)
         if known is None:
-            plan, shapes = op.plan(select.kernels(index), x), op.outputs(x)
-            outputs = allocate(shapes, tensors[0].new_empty)
-            compiled = plan.compile_and_launch(tensors, outputs)
-            if len(plans) >= _MAX_PLANS:
-                plans.clear()
-            if compiled is not None:
-                constants = (*plan.scalars, *plan.constants.values())
-                plans[key] = plan, shapes, constants, compiled[plan.programs]
-            return returned(outputs)
-        plan, shapes, constants, launch = known
-        outputs = allocate(shapes, tensors[0].new_empty)
-        pointers = plan.arranged(pointers)
-        pointers.extend(out.data_ptr() for out in outputs)
-        launch(*pointers, *constants, stream=torch._C._cuda_getCurrentRawStream(index))
+            return _first_call(op, plans, key, op.bind(*args, **kwargs), index)
+        shapes, order, constants, launch = known
+        if order is not None:
+            pointers.append(None)  # ABSENT is the last place
+            pointers = [pointers[i] for i in order]
+        if not shapes:
+            launch(*pointers, *constants, stream=torch._C._cuda_getCurrentRawStream(index))
+            return None
+        outputs = [torch.empty(x, dtype=dtype, device=first.device) for x, dtype in shapes]
+        launch(
+            *pointers, *[out.data_ptr() for out in outputs], *constants,
+            stream=torch._C._cuda_getCurrentRawStream(index),
+        )  # fmt: skip
         return returned(outputs)
 
     return call
 
 
-def _differentiable(tensors: Tensors) -> bool:
-    return torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in tensors if tensor is not None
-    )
+def _first_call(op: Op, plans: dict, key: tuple, x: Any, index: int) -> Any:
+    """Plan, compile and launch; remember the plan for the metadata of the key."""
+    plan, shapes = op.plan(select.kernels(index), x), op.outputs(x)
+    tensors = list(op.flat(x[: op.tensors], []))
+    like = next(tensor for tensor in tensors if tensor is not None)
+    outputs = allocate(shapes, like.new_empty)
+    compiled = plan.compile_and_launch(tensors, outputs)
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+    if compiled is not None:
+        constants = (*plan.scalars, *plan.constants.values())
+        plans[key] = shapes, plan.order, constants, compiled[plan.programs]
+    return returned(outputs)
+
+
+def _differentiable(values: Sequence) -> bool:
+    return any(x.requires_grad for x in tree_leaves(values) if x is not None)
 
 
 def stride(tensor: Tensor | None, dim: int = 0) -> int:

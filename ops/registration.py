@@ -51,11 +51,14 @@ def register(
     op = getattr(torch.ops.replayssm, name).default
     bind = _binder(op)
     check = _complete(op, check)
-    tensors = _leading_tensors(op)
-    REGISTERED[name] = registered = launch.Op(bind, check, plan, outputs, tensors)
+    tensors, lists = _leading_tensors(op)
+    REGISTERED[name] = registered = launch.Op(
+        bind, {x: i for i, x in enumerate(bind._fields)}, _defaults(op), check, plan,
+        outputs, tensors, lists,
+    )  # fmt: skip
 
     def fake(x):
-        like = next(y for y in registered.split(x)[0] if y is not None)
+        like = next(y for y in registered.flat(x[:tensors], []) if y is not None)
         return launch.returned(launch.allocate(outputs(x), like.new_empty))
 
     def kernel(does: Callable[[Any], Any]) -> Callable:
@@ -83,11 +86,18 @@ def _binder(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return namedtuple(name, [x.name for x in arguments], defaults=defaults)
 
 
-def _leading_tensors(op: torch._ops.OpOverload) -> int:
-    """How many arguments are tensors or lists of them: every schema has those first."""
-    tensors = ["Tensor" in str(x.type) for x in op._schema.arguments]
+def _defaults(op: torch._ops.OpOverload) -> tuple:
+    """The default of each argument by its place, None for one that has none."""
+    return tuple(x.default_value for x in op._schema.arguments)
+
+
+def _leading_tensors(op: torch._ops.OpOverload) -> tuple[int, bool]:
+    """How many arguments are tensors or lists of them, which every schema has first; and
+    whether there are lists."""
+    kinds = [str(x.type) for x in op._schema.arguments]
+    tensors = ["Tensor" in kind for kind in kinds]
     assert tensors == sorted(tensors, reverse=True), op._schema
-    return sum(tensors)
+    return sum(tensors), any(kind.startswith("List") for kind in kinds)
 
 
 def _complete(

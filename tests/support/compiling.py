@@ -39,7 +39,11 @@ def plan_of(kernels: Any, name: str, *args, **kwargs) -> tuple[launch.Plan, list
     x = op.bind(*args, **kwargs)
     made = op.plan(kernels, x)
     outputs = [meta(*shape, dtype=dtype) for shape, dtype in op.outputs(x)]
-    return made, [*made.arranged(op.split(x)[0]), *outputs, *made.scalars]
+    return made, [
+        *made.arranged(list(op.flat(x[: op.tensors], []))),
+        *outputs,
+        *made.scalars,
+    ]
 
 
 def compiled(made: launch.Plan, arguments: list, target: str) -> Any:

@@ -22,7 +22,7 @@ def run(kernels: Kernels, name: str, *args, **kwargs) -> tuple[Tensor, ...]:
     not write them."""
     op = registration.REGISTERED[name]
     x = op.bind(*args, **kwargs)
-    tensors, _ = op.split(x)
+    tensors = list(op.flat(x[: op.tensors], []))
     outputs = tuple(
         torch.full(shape, unwritten(dtype), dtype=dtype, device=tensors[0].device)
         for shape, dtype in op.outputs(x)
