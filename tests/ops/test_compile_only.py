@@ -3,81 +3,18 @@
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from compiling import compiled, meta, plan_of, usage
+from compiling import compiled, plan_of, usage
+from configurations import BF16, COMMIT, F32, HEAD_DIMS, INEXACT_DIMS, arguments, call_of
 from replayssm.ops import select
 
-F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
 KERNELS = {name: select.load(name) for name in ("gluon", "portable")}
 
 
-def arguments(op: str, *, B=32, D=8, H=16, HV=32, K=128, V=128, kda=False, state=F32):
-    """(args, kwargs) of one op at a model's shape, on meta tensors."""
-    N, S, T, L = B * D, 64, 8, 3
-    tokens = N if op != "decode" else B
-    q, k = (meta(tokens, H, K, dtype=BF16) for _ in range(2))
-    v = meta(tokens, HV, V, dtype=BF16)
-    a = meta(tokens, *((HV, K) if kda else (HV,)), dtype=BF16)
-    b, A_log = meta(tokens, HV, dtype=BF16), meta(HV, dtype=F32)
-    dt_bias = meta(*((HV, K) if kda else (HV,)), dtype=F32)
-    pool = meta(L, S, HV, V, K, dtype=state)
-    windows = (
-        meta(L, S, H, T, K, dtype=BF16), meta(L, S, HV, T, V, dtype=BF16),
-        meta(L, S, HV, T, *((K,) if kda else ()), dtype=F32), meta(L, S, HV, T, dtype=F32),
-    )  # fmt: skip
-    one = [window[0] for window in windows]
-    slots = meta(B, dtype=I32)
-    gates = (a, b, A_log, dt_bias)
-    index = {"track_indices": slots, "track_steps": slots}
-    tokens, live = meta(B, D, dtype=torch.int64), meta(1, dtype=I32)
-    # q, k and v of KDA; the sizes are not multiples of a block.
-    channels = (H * K, H * K, HV * V - 16)
-    conv = [meta(L, S, C, 3, dtype=BF16) for C in channels]
-    conv_last = [meta(L, S, 3, C, dtype=BF16) for C in channels]
-    return {
-        "gate": (gates, {}),
-        "store": ((k, v, a.float(), b.float(), *one, slots), {}),
-        "verify": ((q, k, v, *gates, pool[0], *one, slots), {}),
-        "inexact": ((q, k, v, *gates, pool[0], *one, slots), {"exact": False}),
-        "ragged": ((q, k, v, *gates, pool[0], *one, slots, meta(B + 1, dtype=I32)), {}),
-        "decode": ((q, k, v, *gates, pool[0], slots), {}),
-        "fold": ((pool, *windows, slots, slots), {}),
-        "track": ((pool, *windows, slots, slots), index),
-        "scatter": ((pool, meta(L, 4, 8, HV, V, K, dtype=state), slots, slots), index),
-        "accept": ((tokens, tokens), {"verify_lens": slots}),
-        "accept packed": ((tokens[0], tokens[0].int(), meta(B + 1, dtype=I32)), {}),
-        "commit_indices": (
-            [slots] * 4 + [live] + [slots] * 4,
-            {"track_slot_map": slots, "track_interval": 256},
-        ),
-        "conv_commit dense": (
-            (conv, [meta(L, S, D, C, 3, dtype=BF16) for C in channels], slots, slots),
-            index,
-        ),
-        "conv_commit sliding": (
-            (conv, [meta(L, S, C, D + 2, dtype=BF16) for C in channels], slots, slots),
-            {"window_indices": slots},
-        ),
-        "conv_commit channels_last": (
-            (conv_last, [meta(L, S, D + 2, C, dtype=BF16) for C in channels], slots, slots),
-            {"channels_last": True, **index},
-        ),
-    }[op]
-
-
-COMMIT = (
-    "accept", "accept packed", "commit_indices", "conv_commit dense",
-    "conv_commit sliding", "conv_commit channels_last",
-)  # fmt: skip
-
-
 def build(lowering: str, op: str, target: str, safe: bool = False, **shape):
-    args, kwargs = arguments(op, **shape)
-    kwargs |= {"lower_bound": -5.0} if safe else {}
-    name = {"ragged": "verify", "inexact": "verify", "track": "fold"}.get(op, op.split()[0])
+    name, args, kwargs = call_of(op, safe, **shape)
     return compiled(*plan_of(KERNELS[lowering], name, *args, **kwargs), target)
 
 
@@ -126,7 +63,7 @@ def test_the_safe_gate_spills_no_registers(op):
         assert used.spilled_bytes == 0, (B, used)
 
 
-@pytest.mark.parametrize("K, V", [(32, 64), (64, 64), (96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize("K, V", HEAD_DIMS)
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("op", ["verify", "inexact", "decode", "fold"])
 def test_no_head_dim_spills_registers_on_sm_90(op, kda, K, V):
@@ -135,7 +72,7 @@ def test_no_head_dim_spills_registers_on_sm_90(op, kda, K, V):
         assert used.spilled_bytes == 0, (B, used)
 
 
-@pytest.mark.parametrize("K, V", [(32, 64), (64, 128), (96, 96), (128, 128), (192, 32)])
+@pytest.mark.parametrize("K, V", INEXACT_DIMS)
 @pytest.mark.parametrize("D", [8, 16])
 @pytest.mark.parametrize("kda", [False, True], ids=["gdn", "kda"])
 def test_no_inexact_shape_spills_or_needs_more_than_a_small_card_has(K, V, D, kda):
