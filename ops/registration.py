@@ -53,8 +53,7 @@ def register(
     check = _complete(op, check)
     tensors, lists = _leading_tensors(op)
     REGISTERED[name] = registered = launch.Op(
-        bind, {x: i for i, x in enumerate(bind._fields)}, _defaults(op), check, plan,
-        outputs, tensors, lists,
+        bind, *_places(op), check, plan, outputs, tensors, lists,
     )  # fmt: skip
 
     def fake(x):
@@ -86,9 +85,11 @@ def _binder(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return namedtuple(name, [x.name for x in arguments], defaults=defaults)
 
 
-def _defaults(op: torch._ops.OpOverload) -> tuple:
-    """The default of each argument by its place, None for one that has none."""
-    return tuple(x.default_value for x in op._schema.arguments)
+def _places(op: torch._ops.OpOverload) -> tuple[dict[str, int], tuple]:
+    """The place of each argument by name, and its default by place, None where it has none."""
+    arguments = op._schema.arguments
+    places = {x.name: i for i, x in enumerate(arguments)}
+    return places, tuple(x.default_value for x in arguments)
 
 
 def _leading_tensors(op: torch._ops.OpOverload) -> tuple[int, bool]:

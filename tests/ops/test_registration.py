@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from calls import CALLS, gathered, mutated, named
+from contract import TABLE
 from replayssm import ops
 from samples import bits_equal, make, pages
 
@@ -23,10 +24,13 @@ def outputs_of(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-@every_call
+@pytest.mark.parametrize("label", TABLE)
 def test_opcheck_passes(device, label):
     """Schema, autograd registration, fake kernel and AOT dispatch (field case 76)."""
-    op, args, kwargs = CALLS[label](device)
+    op, args, kwargs = TABLE[label](device)
+    for x in named(op, args, kwargs).values():
+        if x.is_floating_point():  # to opcheck no NaN is equal to another
+            pages(x).nan_to_num_()
     torch.library.opcheck(overload(op), args, kwargs)
 
 
